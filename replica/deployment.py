@@ -1,0 +1,144 @@
+"""RAY. The replica as a Serve deployment: builds the engine, tells routers where it is, drains when Serve stops it.
+
+Serve places, watches and replaces the replica; it sees no request. Requests and tokens use `replica/service.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+
+from replica.config import EngineConfig, resolve
+from replica.engine import Engine
+from replica.fake_runner import FakeModelRunner
+from replica.hardware import detect_hardware
+from replica.messages import Role
+from replica.runner_thread import PacedRunner, RunnerThread
+from replica.service import ReplicaService
+from replica.step import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+ModelSource = Callable[[str], Path]
+
+
+def make_runner(config: EngineConfig, model_source: ModelSource) -> ModelRunner:
+    """The runner that `config` asks for; called on the runner thread. Raises ModelLoadError."""
+    if config.model.runner == "fake":
+        return PacedRunner(
+            FakeModelRunner(
+                num_blocks=config.cache.num_blocks or 4096,
+                block_size=config.cache.block_size,
+                max_model_len=config.model.max_model_len or 8192,
+            )
+        )
+    from replica.model_runner import TorchModelRunner  # torch costs 1.7 s and 200 MiB: only where it is used
+
+    return TorchModelRunner(config, model_source(config.model.model))
+
+
+class Replica:
+    """Plain class behind the deployment. `model_source` turns a model name into a folder on this node.
+
+    `config` may hold `auto` values: they are resolved here, from the hardware of the node where the replica really runs.
+    """
+
+    async def __init__(
+        self,
+        config: dict[str, Any],
+        model_source: ModelSource,
+        drain_s: float,
+        replicas_on_node: int,
+        role: str = Role.BOTH,
+    ) -> None:
+        self.config = resolve(EngineConfig.model_validate(config), detect_hardware(), replicas_on_node)
+        self.role = Role(role)
+        #: made here, because Ray reuses actor ids
+        self.incarnation = uuid.uuid4().hex
+        self._drain_s = drain_s
+        self._drained = False
+        runner = RunnerThread(lambda: make_runner(self.config, model_source))
+        self.engine = Engine(self.config, runner, incarnation=self.incarnation)
+        await self.engine.start()
+        logger.info("%s", self.engine.core.info.description)
+        self._service = ReplicaService(self.engine)
+        self.address = await self._service.start(ray.util.get_node_ip_address())
+        # what start-up left is never garbage: keep the collector from walking it on every step
+        gc.collect()
+        gc.freeze()
+
+    def record_replica_metadata(self) -> dict[str, str]:
+        """Told once to every router by Serve."""
+        return {"address": self.address, "role": self.role.value, "incarnation": self.incarnation}
+
+    def check_health(self) -> None:
+        """Raises if the engine makes no progress; Serve then replaces the replica."""
+        self.engine.check_health()
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for `shoal status` and for tests."""
+        info = self.engine.core.info
+        return {
+            "incarnation": self.incarnation,
+            "address": self.address,
+            "role": self.role.value,
+            "pid": os.getpid(),
+            "threads": threading.active_count(),
+            "model": self.config.model.model,
+            "description": info.description,
+            "num_blocks": info.num_blocks,
+            "block_size": info.block_size,
+        }
+
+    async def __del__(self) -> None:  # type: ignore[misc]  # Serve awaits it: the only stop hook there is
+        if self._drained or not hasattr(self, "_service"):
+            return  # the constructor failed, or Serve called before
+        self._drained = True
+        await self.engine.drain(self._drain_s)
+        await self._service.stop(1.0)
+        await self.engine.close()
+        await asyncio.sleep(0)
+
+
+def replica_deployment(
+    config: EngineConfig,
+    model_source: ModelSource,
+    *,
+    num_replicas: int,
+    replicas_on_node: int,
+    num_cpus: float,
+    drain_s: float,
+    env_vars: dict[str, str],
+    request_router_class: str,
+    role: Role = Role.BOTH,
+) -> serve.Application:
+    """The Serve application node for `num_replicas` replicas of one role.
+
+    `request_router_class` is the import path of the observer that tells routers who is there. Why these options:
+    `docs/architecture.md`, "Ray Serve settings".
+    """
+    from ray.serve.config import RequestRouterConfig
+
+    deployment = serve.deployment(
+        Replica,
+        name="Replica",
+        num_replicas=num_replicas,
+        ray_actor_options={"num_cpus": num_cpus, "runtime_env": {"env_vars": env_vars}},
+        health_check_period_s=1,
+        health_check_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=drain_s + 10,
+        max_ongoing_requests=1000,
+        request_router_config=RequestRouterConfig(request_router_class=request_router_class),
+    )
+    return deployment.bind(config.model_dump(), model_source, drain_s, replicas_on_node, role.value)

@@ -1,0 +1,254 @@
+"""PURE. One replica without its shell: admission, scheduler, blocks and the outputs for each router.
+
+Events in (`submit`, `abort`, `update`), orders out (`schedule` gives a plan for the runner, `update` gives messages for routers).
+`replica/engine.py` drives it with asyncio and a runner thread; the simulator drives it with a virtual clock. Both run this code.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from replica.block_hash import root_hash
+from replica.block_manager import BlockManager
+from replica.config import EngineConfig
+from replica.errors import InvalidRequestError, NeverFitsError
+from replica.messages import (
+    FinishReason,
+    GenerateRequest,
+    RefusalReason,
+    ReplicaLoad,
+    RequestId,
+    RouterId,
+    SequenceInput,
+    SequenceOutput,
+    SubmitReply,
+)
+from replica.scheduler import Progress, Scheduler
+from replica.sequence import Sequence
+from replica.step import RunnerInfo, StepPlan, StepResult
+
+#: the drain rate is a mean over this many seconds
+_RATE_WINDOW_S = 5.0
+
+RouterOutputs = dict[RouterId, list[SequenceOutput]]
+
+
+class EngineCore:
+    """The replica is the authority on its queue: what `submit` accepts is queued, and never more than the cap."""
+
+    def __init__(self, config: EngineConfig, info: RunnerInfo) -> None:
+        self.info = info
+        self._cap = config.admission.max_queued_requests
+        self.blocks = BlockManager(
+            info.num_blocks, info.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+        )
+        self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
+        self._requests: dict[tuple[RouterId, RequestId], list[Sequence]] = {}
+        self._next_seq_id = 0
+        self._draining = False
+        self._departures: deque[tuple[float, int]] = deque()
+        self._num_refused = 0
+        self._max_queued_seen = 0
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work or self.scheduler.has_news_for_runner
+
+    @property
+    def num_unfinished(self) -> int:
+        return len(self.scheduler.running) + len(self.scheduler.returning) + len(self.scheduler.queued)
+
+    def submit(self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float) -> SubmitReply:
+        """Take or refuse a whole request. A refusal changes nothing and says why."""
+        refusal, message = self._check(router_id, request)
+        if refusal is None:
+            self._accept(router_id, request, now)
+        else:
+            self._num_refused += 1
+        return SubmitReply(request.request_id, epoch, self.load(now), refusal, message)
+
+    def abort(self, router_id: RouterId, request_id: RequestId, now: float, indices: list[int] | None = None) -> None:
+        """End sequences of a request. Unknown or finished ones are ignored: an abort may cross the end on the wire."""
+        for sequence in list(self._requests.get((router_id, request_id), ())):
+            if indices is not None and sequence.index not in indices:
+                continue
+            if self.scheduler.abort(sequence, FinishReason.ABORT, now):
+                self._forget(sequence)
+
+    def abort_router(self, router_id: RouterId, now: float) -> None:
+        """A router is gone: end all of its requests."""
+        for key in [key for key in self._requests if key[0] == router_id]:
+            self.abort(*key, now)
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step for the runner, or None."""
+        num_queued = len(self.scheduler.queued)
+        plan = self.scheduler.schedule(now)
+        left = num_queued - len(self.scheduler.queued)
+        if left:
+            self._departures.append((now, left))
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> RouterOutputs:
+        """Take in a finished step; what to tell which router."""
+        return self._outputs(self.scheduler.update(plan, result, now))
+
+    def fail_step(self, now: float) -> RouterOutputs:
+        """The runner raised: the step's sequences end with ERROR."""
+        return self._outputs(self.scheduler.fail_step(now))
+
+    def stop_admission(self) -> None:
+        """Draining: refuse everything from now on."""
+        self._draining = True
+
+    def hand_over(self, now: float) -> RouterOutputs:
+        """End everything that is not in the runner's hands with MOVED, so that routers continue it elsewhere.
+
+        Sequences in flight end with the next `update`; call again until `num_unfinished` is 0.
+        """
+        progress = []
+        for sequence in self.scheduler.living():
+            if self.scheduler.abort(sequence, FinishReason.MOVED, now):
+                progress.append(Progress(sequence, [], FinishReason.MOVED))
+        return self._outputs(progress)
+
+    def load(self, now: float) -> ReplicaLoad:
+        """A snapshot for routers. Linear in the number of unfinished sequences."""
+        scheduler, blocks = self.scheduler, self.blocks.stats()
+        waiting = [*scheduler.queued, *scheduler.returning]
+        counters = scheduler.counters
+        return ReplicaLoad(
+            num_queued=len(scheduler.queued),
+            num_returning=len(scheduler.returning),
+            num_running=len(scheduler.running),
+            num_queued_prompt_tokens=sum(s.num_prompt_tokens for s in waiting),
+            num_uncomputed_tokens=sum(s.num_tokens for s in waiting)
+            + sum(s.num_uncomputed_tokens for s in scheduler.running),
+            num_context_tokens=sum(s.num_computed_tokens for s in scheduler.running),
+            num_free_blocks=blocks.num_free,
+            num_blocks=blocks.num_blocks,
+            queue_cap=self._cap,
+            step=counters.steps,
+            drain_rate=self._drain_rate(now),
+            counters={
+                "prompt_tokens": counters.prompt_tokens,
+                "generation_tokens": counters.generation_tokens,
+                "preemptions": counters.preemptions,
+                "recomputed_tokens": counters.recomputed_tokens,
+                "prefix_cache_queries": blocks.query_tokens,
+                "prefix_cache_hits": blocks.hit_tokens,
+                "evictions": blocks.num_evictions,
+                "admitted": counters.admitted,
+                "refused": self._num_refused,
+                "max_queued": self._max_queued_seen,
+                "queue_time_s": counters.queue_time_s,
+                **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
+            },
+        )
+
+    def validate(self) -> None:
+        """Check all invariants. Raises AssertionError."""
+        self.scheduler.validate()
+        assert len(self.scheduler.queued) <= self._cap, f"{len(self.scheduler.queued)} queued, cap {self._cap}"
+        known = {s.seq_id for sequences in self._requests.values() for s in sequences}
+        assert known == {s.seq_id for s in self.scheduler.living()}, "request map and scheduler disagree"
+
+    def _check(self, router_id: RouterId, request: GenerateRequest) -> tuple[RefusalReason | None, str]:
+        if self._draining:
+            return RefusalReason.DRAINING, "the replica is draining"
+        if (router_id, request.request_id) in self._requests:
+            return RefusalReason.NEVER_FITS, f"request id {request.request_id!r} is already in use"
+        try:
+            for sequence in request.sequences:
+                self._check_sequence(sequence)
+        except InvalidRequestError as error:
+            return RefusalReason.NEVER_FITS, error.message
+        wanted = len(request.sequences)
+        if request.is_returning:
+            return None, ""
+        if wanted > self._cap:
+            return (
+                RefusalReason.NEVER_FITS,
+                f"{wanted} sequences in one request, but the queue of a replica holds at most {self._cap}",
+            )
+        num_queued = len(self.scheduler.queued)
+        if num_queued + wanted > self._cap:
+            return (
+                RefusalReason.QUEUE_FULL,
+                f"{num_queued} of {self._cap} places in the queue are taken, {wanted} wanted",
+            )
+        return None, ""
+
+    def _check_sequence(self, sequence: SequenceInput) -> None:
+        num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
+        if not sequence.prompt_token_ids:
+            raise InvalidRequestError("the prompt has no tokens", "prompt")
+        if sequence.sampling.max_tokens < 1:
+            raise InvalidRequestError(
+                f"max_tokens is {sequence.sampling.max_tokens}, it must be at least 1", "max_tokens"
+            )
+        limit, name = self.info.max_model_len, "the model's context"
+        if self.blocks.capacity_tokens < limit:
+            limit, name = self.blocks.capacity_tokens, "the KV cache of a replica"
+        if num_tokens >= limit:
+            raise NeverFitsError(
+                f"the prompt has {num_tokens} tokens, but {name} holds {limit} with at least one of output", "prompt"
+            )
+        top = max(max(sequence.prompt_token_ids), max(sequence.output_token_ids, default=0))
+        if top >= self.info.vocab_size or min(sequence.prompt_token_ids) < 0:
+            raise InvalidRequestError(f"token ids must lie in [0, {self.info.vocab_size})", "prompt")
+
+    def _accept(self, router_id: RouterId, request: GenerateRequest, now: float) -> None:
+        root = root_hash(self.info.model_fingerprint, request.cache_salt)
+        limit = min(self.info.max_model_len, self.blocks.capacity_tokens)
+        sequences = []
+        for item in request.sequences:
+            sequence = Sequence(
+                seq_id=self._next_seq_id,
+                request_id=request.request_id,
+                index=item.index,
+                router_id=router_id,
+                prompt_token_ids=item.prompt_token_ids,
+                output_token_ids=item.output_token_ids,
+                sampling=item.sampling,
+                order_key=request.order_key,
+                root=root,
+                max_total_tokens=min(limit, len(item.prompt_token_ids) + item.sampling.max_tokens),
+                now=now,
+            )
+            self._next_seq_id += 1
+            sequences.append(sequence)
+            self.scheduler.add(sequence)
+        self._requests[(router_id, request.request_id)] = sequences
+        self._max_queued_seen = max(self._max_queued_seen, len(self.scheduler.queued))
+
+    def _outputs(self, progress: list[Progress]) -> RouterOutputs:
+        outputs: RouterOutputs = {}
+        for item in progress:
+            sequence = item.sequence
+            if item.finish_reason is not None:
+                self._forget(sequence)
+                if item.finish_reason is FinishReason.ABORT:
+                    continue  # whoever aborts does not wait for an answer
+            output = SequenceOutput(
+                sequence.request_id,
+                sequence.index,
+                item.new_token_ids,
+                item.finish_reason,
+                sequence.stop_reason,
+                sequence.num_cached_tokens,
+            )
+            outputs.setdefault(sequence.router_id, []).append(output)
+        return outputs
+
+    def _forget(self, sequence: Sequence) -> None:
+        key = (sequence.router_id, sequence.request_id)
+        siblings = self._requests[key]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[key]
+
+    def _drain_rate(self, now: float) -> float:
+        while self._departures and self._departures[0][0] < now - _RATE_WINDOW_S:
+            self._departures.popleft()
+        return sum(count for _, count in self._departures) / _RATE_WINDOW_S

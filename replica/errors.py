@@ -1,0 +1,91 @@
+"""PURE. The error tree. What a client sees for each leaf is one table in `router/http_errors.py`.
+
+    ShoalError
+    ├── InvalidRequestError          the request can never be served as it is        (param, message)
+    │   ├── NeverFitsError           longer than the context or the KV pool          (numbers inside)
+    │   └── UnknownModelError
+    ├── RefusedError                 not now: reason, retry_after_s
+    │   ├── QueueFullError
+    │   └── NoReplicaError
+    ├── DeadlineExceededError        the request's own deadline passed
+    ├── ReplicaLostError             the replica died and the request could not be continued elsewhere
+    ├── EngineError                  the model runner raised; the sequences of that step are gone
+    ├── ModelLoadError               a model folder or file cannot be used (sentence inside)
+    └── ConfigError                  a configuration that cannot work (field, value, what is allowed)
+
+`assert` is for our own invariants, never for input.
+"""
+
+from __future__ import annotations
+
+from replica.messages import RefusalReason
+
+
+class ShoalError(Exception):
+    """Root of everything Shoal raises on purpose. `str(error)` is a sentence fit for a client."""
+
+
+class InvalidRequestError(ShoalError):
+    """The request is wrong. `param` names the field, as in OpenAI error bodies."""
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:  # exceptions cross actor borders by pickle
+        return (type(self), (self.message, self.param))
+
+
+class NeverFitsError(InvalidRequestError):
+    """Longer than the model's context or than the whole KV pool: waiting would not help."""
+
+
+class UnknownModelError(InvalidRequestError):
+    """No model of this name is served here."""
+
+
+class RefusedError(ShoalError):
+    """The cluster cannot take the request now. `retry_after_s` is an estimate from the measured drain rate."""
+
+    reason: RefusalReason = RefusalReason.QUEUE_FULL
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.message, self.retry_after_s))
+
+
+class QueueFullError(RefusedError):
+    """Every replica's queue is at its cap, and stayed there for `admission_wait_ms`."""
+
+    reason = RefusalReason.QUEUE_FULL
+
+
+class NoReplicaError(RefusedError):
+    """No replica is up."""
+
+    reason = RefusalReason.NO_REPLICA
+
+
+class DeadlineExceededError(ShoalError):
+    """The request's own deadline passed before it was served."""
+
+
+class ReplicaLostError(ShoalError):
+    """The replica that worked on the request is gone, and so are the attempts to continue elsewhere."""
+
+
+class EngineError(ShoalError):
+    """The model runner failed on a step."""
+
+
+class ModelLoadError(ShoalError):
+    """A model cannot be loaded; says which file and why."""
+
+
+class ConfigError(ShoalError):
+    """A configuration that cannot work; names the field, the value and what is allowed."""

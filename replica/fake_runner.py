@@ -1,0 +1,163 @@
+"""PURE. A model runner without a model: deterministic tokens, step time from a cost model. Shipped, not a test helper.
+
+The next token is a function of the whole prefix, but the prefix is not taken from the token list: it is a rolling hash that
+lives in a fake KV cache and is read and written *through the block table*. So a wrong block table, a block reused too early or a
+shared block that was never computed changes the tokens, as it would with a real model.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from replica.step import RunnerInfo, StepPlan, StepResult
+
+_MASK = (1 << 61) - 1
+_MULTIPLIER = 0x5851F42D4C957F2D
+_ROOT = 0x1E3779B97F4A7C15
+
+
+class CostModel(msgspec.Struct, frozen=True):
+    """Seconds of a step = base + tokens x per_token + sequences x per_sequence + context tokens read x per_context_token.
+
+    The defaults are the default model on two CPU cores with bfloat16.
+    """
+
+    base_s: float = 7.5e-3
+    per_token_s: float = 2.2e-4
+    per_sequence_s: float = 5e-5
+    per_context_token_s: float = 4e-7
+
+    def step_s(self, plan: StepPlan) -> float:
+        """Predicted duration of `plan` in seconds."""
+        context = sum(plan.num_computed)
+        return (
+            self.base_s
+            + self.per_token_s * plan.num_tokens
+            + self.per_sequence_s * len(plan.seq_ids)
+            + self.per_context_token_s * context
+        )
+
+
+def mix(state: int, token_id: int) -> int:
+    """One step of the rolling hash over a prefix."""
+    return ((state ^ (token_id + 1)) * _MULTIPLIER + 0x14057B7EF767814F) & _MASK
+
+
+def prefix_state(token_ids: list[int]) -> int:
+    """The rolling hash of a whole prefix: what the fake KV of its last token must hold."""
+    state = _ROOT
+    for token_id in token_ids:
+        state = mix(state, token_id)
+    return state
+
+
+def next_token(state: int, seed: int, vocab_size: int) -> int:
+    """The token that follows a prefix with this state."""
+    value = (state ^ (seed * 0x9E3779B97F4A7C15)) & _MASK
+    value = ((value ^ (value >> 29)) * 0xBF58476D1CE4E5B) & _MASK
+    return (value >> 20) % vocab_size
+
+
+def expected_output(
+    prompt_token_ids: list[int], num_tokens: int, *, seed: int = 0, vocab_size: int, eos: frozenset[int] = frozenset()
+) -> list[int]:
+    """What an undisturbed run gives for a prompt: the reference for every test of scheduling. `eos` are masked out."""
+    state, output = prefix_state(prompt_token_ids), []
+    for _ in range(num_tokens):
+        token_id = _avoid(next_token(state, seed, vocab_size), eos, vocab_size)
+        output.append(token_id)
+        state = mix(state, token_id)
+    return output
+
+
+def _avoid(token_id: int, banned: frozenset[int], vocab_size: int) -> int:
+    while token_id in banned:
+        token_id = (token_id + 1) % vocab_size
+    return token_id
+
+
+class _Known:
+    """The runner's copy of one sequence."""
+
+    __slots__ = ("block_ids", "min_total", "seed", "token_ids")
+
+    def __init__(self, token_ids: list[int], block_ids: list[int], seed: int, min_total: int) -> None:
+        self.token_ids = token_ids
+        self.block_ids = block_ids
+        self.seed = seed
+        self.min_total = min_total
+
+
+class FakeModelRunner:
+    """Implements `replica.step.ModelRunner`. Does not sleep: `StepResult.duration_s` says how long a device would have taken."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 4096,
+        block_size: int = 16,
+        max_model_len: int = 8192,
+        vocab_size: int = 49152,
+        eos_token_ids: tuple[int, ...] = (2,),
+        cost: CostModel | None = None,
+    ) -> None:
+        self._info = RunnerInfo(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            eos_token_ids=eos_token_ids,
+            model_fingerprint="fake",
+            description="fake runner: no weights, tokens from a hash of the prefix",
+        )
+        self.cost = cost or CostModel()
+        self._eos = frozenset(eos_token_ids)
+        self._kv = [0] * (num_blocks * block_size)
+        self._known: dict[int, _Known] = {}
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._info
+
+    @property
+    def num_known(self) -> int:
+        """Sequences the runner still holds."""
+        return len(self._known)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Advance the fake KV through the block tables. Raises KeyError or IndexError on a plan that breaks the contract."""
+        self._apply_news(plan)
+        seq_ids, token_ids = [], []
+        for seq_id, start, count in zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, strict=True):
+            known = self._known[seq_id]
+            state = self._write(known, start, count)
+            if start + count == len(known.token_ids):
+                banned = self._eos if len(known.token_ids) < known.min_total else frozenset()
+                token_id = _avoid(next_token(state, known.seed, self._info.vocab_size), banned, self._info.vocab_size)
+                known.token_ids.append(token_id)
+                seq_ids.append(seq_id)
+                token_ids.append(token_id)
+        return StepResult(step=plan.step, seq_ids=seq_ids, token_ids=token_ids, duration_s=self.cost.step_s(plan))
+
+    def close(self) -> None:
+        self._known.clear()
+
+    def _apply_news(self, plan: StepPlan) -> None:
+        for seq_id in plan.dropped:
+            del self._known[seq_id]
+        for new in plan.new:
+            sampling = new.sampling
+            # greedy ignores the seed; ignore_eos and min_tokens keep eos out, as masking does in a real sampler
+            min_total = 1 << 60 if sampling.ignore_eos else new.num_prompt_tokens + sampling.min_tokens
+            seed = sampling.seed if sampling.temperature > 0 else 0
+            self._known[new.seq_id] = _Known(list(new.token_ids), list(new.block_ids), seed, min_total)
+        for seq_id, block_ids in plan.new_block_ids.items():
+            self._known[seq_id].block_ids += block_ids
+
+    def _write(self, known: _Known, start: int, count: int) -> int:
+        size, blocks, kv = self._info.block_size, known.block_ids, self._kv
+        state = _ROOT if start == 0 else kv[blocks[(start - 1) // size] * size + (start - 1) % size]
+        for position in range(start, start + count):
+            state = mix(state, known.token_ids[position])
+            kv[blocks[position // size] * size + position % size] = state
+        return state

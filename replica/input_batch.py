@@ -1,0 +1,221 @@
+"""PURE. The runner's copy of its sequences, and the assembly of one step's arrays from it. No work per token in Python.
+
+Called TORCH in the design; it turned out to need numpy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from replica.errors import EngineError
+from replica.sampler import uniform
+from replica.step import NewSequence, StepPlan
+
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """One step, flat over all its tokens; sequences lie one after the other."""
+
+    token_ids: Ints  # [num_tokens]
+    positions: Ints  # [num_tokens]
+    slots: NDArray[np.int64]  # [num_tokens] where K and V go
+    seq_start: Ints  # [num_seqs + 1] first token row of each sequence
+    seq_slot: Ints  # [num_seqs] row in block_tables
+    block_tables: Ints  # [all slots, blocks]
+    sampled: NDArray[np.intp]  # [num_samples] which sequences of the plan sample
+    sample_rows: Ints  # [num_samples] their last token rows
+    temperature: NDArray[np.float32]  # [num_samples], 0 is greedy
+    top_k: Ints  # [num_samples], 0 is off
+    top_p: NDArray[np.float32]  # [num_samples]
+    uniform: NDArray[np.float64]  # [num_samples]
+    masked_row: Ints  # [num_masked] sample index ...
+    masked_token: Ints  # [num_masked] ... and token that it must not choose
+
+
+class SequenceStore:
+    """Per-sequence rows in arrays that grow on demand: tokens, block table, sampling parameters.
+
+    Invariant: a slot is either in `_free` or owned by exactly one seq_id of `_slots`.
+    """
+
+    def __init__(self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int, eos: tuple[int, ...]) -> None:
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._max_len = max_model_len
+        self._vocab_size = vocab_size
+        self._eos = eos
+        self._slots: dict[int, int] = {}
+        self._free: list[int] = []
+        self._min_tokens: dict[int, tuple[int, list[int]]] = {}  # slot -> (min_tokens, tokens held back)
+        self._tokens = np.zeros((0, 256), np.int32)
+        self._blocks = np.zeros((0, 256 // block_size + 1), np.int32)
+        self._num_tokens = np.zeros(0, np.int64)
+        self._num_blocks_of = np.zeros(0, np.int64)
+        self._num_prompt = np.zeros(0, np.int64)
+        self._temperature = np.zeros(0, np.float32)
+        self._top_p = np.zeros(0, np.float32)
+        self._top_k = np.zeros(0, np.int32)
+        self._seed = np.zeros(0, np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Take over what `plan` changes: dropped, new, new blocks, in this order. Raises EngineError on a broken plan."""
+        for seq_id in plan.dropped:
+            slot = self._slots.pop(seq_id, None)
+            if slot is not None:
+                self._free.append(slot)
+                self._min_tokens.pop(slot, None)
+        for new in plan.new:
+            self._add(new)
+        for seq_id, block_ids in plan.new_block_ids.items():
+            self._append_blocks(self._slot(seq_id), block_ids)
+
+    def _slot(self, seq_id: int) -> int:
+        slot = self._slots.get(seq_id)
+        if slot is None:
+            raise EngineError(f"the plan names sequence {seq_id}, which this runner does not know")
+        return slot
+
+    def _add(self, new: NewSequence) -> None:
+        if new.seq_id in self._slots:
+            raise EngineError(f"sequence {new.seq_id} is new in the plan but already known")
+        tokens = np.asarray(new.token_ids, np.int64)
+        if not 0 < len(tokens) <= self._max_len or tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise EngineError(
+                f"sequence {new.seq_id}: needs 1 to {self._max_len} token ids within 0..{self._vocab_size - 1}"
+            )
+        if not self._free:
+            self._grow_slots()
+        slot = self._free.pop()
+        self._slots[new.seq_id] = slot
+        self._reserve_tokens(len(tokens) + 1)
+        self._tokens[slot, : len(tokens)] = tokens
+        self._num_tokens[slot] = len(tokens)
+        self._num_prompt[slot] = new.num_prompt_tokens
+        self._num_blocks_of[slot] = 0
+        self._append_blocks(slot, new.block_ids)
+        sampling = new.sampling
+        self._temperature[slot] = sampling.temperature
+        self._top_p[slot] = sampling.top_p
+        self._top_k[slot] = sampling.top_k
+        self._seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
+        if sampling.min_tokens > 0:
+            held_back = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
+            self._min_tokens[slot] = (sampling.min_tokens, sorted(t for t in held_back if 0 <= t < self._vocab_size))
+
+    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+        start = int(self._num_blocks_of[slot])
+        end = start + len(block_ids)
+        if end > self._blocks.shape[1]:
+            self._blocks = _widened(self._blocks, max(end, 2 * self._blocks.shape[1]))
+        ids = np.asarray(block_ids, np.int32)
+        if len(ids) and (ids.min() < 0 or ids.max() >= self._num_blocks):
+            raise EngineError(f"a block id of the plan is outside 0..{self._num_blocks - 1}")
+        self._blocks[slot, start:end] = ids
+        self._num_blocks_of[slot] = end
+
+    def _grow_slots(self) -> None:
+        old = len(self._num_tokens)
+        size = max(16, 2 * old)
+        for name in ("_tokens", "_blocks", "_num_tokens", "_num_blocks_of", "_num_prompt"):
+            self._lengthen(name, size)
+        for name in ("_temperature", "_top_p", "_top_k", "_seed"):
+            self._lengthen(name, size)
+        self._free.extend(range(size - 1, old - 1, -1))
+
+    def _lengthen(self, name: str, size: int) -> None:
+        array = getattr(self, name)
+        longer = np.zeros((size, *array.shape[1:]), array.dtype)
+        longer[: len(array)] = array
+        setattr(self, name, longer)
+
+    def _reserve_tokens(self, length: int) -> None:
+        if length > self._tokens.shape[1]:
+            self._tokens = _widened(self._tokens, max(length, 2 * self._tokens.shape[1]))
+
+    def assemble(self, plan: StepPlan) -> InputBatch:
+        """Arrays of the step. Raises EngineError when a sequence lacks tokens or blocks for what is scheduled."""
+        slots = np.fromiter((self._slot(s) for s in plan.seq_ids), np.int64, len(plan.seq_ids))
+        computed = np.asarray(plan.num_computed, np.int64)
+        scheduled = np.asarray(plan.num_scheduled, np.int64)
+        end = computed + scheduled
+        known = self._num_tokens[slots]
+        self._check(plan, end, known, self._num_blocks_of[slots] * self._block_size, scheduled)
+        seq_start = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(scheduled, out=seq_start[1:])
+        if len(slots) == seq_start[-1]:  # every sequence computes one token
+            slot_of, positions = slots, computed
+        else:
+            slot_of = np.repeat(slots, scheduled)
+            positions = np.arange(seq_start[-1]) + np.repeat(computed - seq_start[:-1], scheduled)
+        block, offset = np.divmod(positions, self._block_size)
+        sampled = np.flatnonzero(end == known)
+        who = slots[sampled]
+        output_positions = known[sampled] - self._num_prompt[who]
+        masked_row, masked_token = self._masks(who, output_positions)
+        return InputBatch(
+            token_ids=self._tokens[slot_of, positions],
+            positions=positions.astype(np.int32),
+            slots=self._blocks[slot_of, block].astype(np.int64) * self._block_size + offset,
+            seq_start=seq_start,
+            seq_slot=slots.astype(np.int32),
+            block_tables=self._blocks,
+            sampled=sampled,
+            sample_rows=seq_start[1:][sampled] - np.int32(1),
+            temperature=self._temperature[who],
+            top_k=self._top_k[who],
+            top_p=self._top_p[who],
+            uniform=uniform(self._seed[who], output_positions),
+            masked_row=masked_row,
+            masked_token=masked_token,
+        )
+
+    def _check(
+        self,
+        plan: StepPlan,
+        end: NDArray[np.int64],
+        known: NDArray[np.int64],
+        room: NDArray[np.int64],
+        scheduled: NDArray[np.int64],
+    ) -> None:
+        """The kernels trust these bounds with raw pointers."""
+        wrong = (end > known) | (end > room) | (scheduled < 1) | (end > self._max_len) | (end < scheduled)
+        if wrong.any():
+            i = int(np.flatnonzero(wrong)[0])
+            raise EngineError(
+                f"sequence {plan.seq_ids[i]}: {scheduled[i]} tokens up to position {end[i]} scheduled, "
+                f"with {known[i]} tokens known, block room for {room[i]} and max_model_len {self._max_len}"
+            )
+
+    def _masks(self, who: NDArray[np.int64], output_positions: NDArray[np.int64]) -> tuple[Ints, Ints]:
+        rows: list[int] = []
+        tokens: list[int] = []
+        if self._min_tokens:
+            for row, slot in enumerate(who.tolist()):
+                entry = self._min_tokens.get(slot)
+                if entry is not None and output_positions[row] < entry[0]:
+                    rows += [row] * len(entry[1])
+                    tokens += entry[1]
+        return np.asarray(rows, np.int32), np.asarray(tokens, np.int32)
+
+    def append(self, batch: InputBatch, tokens: NDArray[np.int32]) -> None:
+        """Add the sampled tokens to their sequences."""
+        slots = batch.seq_slot[batch.sampled]
+        at = self._num_tokens[slots]
+        if len(at):
+            self._reserve_tokens(int(at.max()) + 1)
+        self._tokens[slots, at] = tokens
+        self._num_tokens[slots] = at + 1
+
+
+def _widened(array: Ints, width: int) -> Ints:
+    wider = np.zeros((array.shape[0], width), array.dtype)
+    wider[:, : array.shape[1]] = array
+    return wider

@@ -1,0 +1,208 @@
+"""PURE. The contract between router and replica: everything that crosses the data plane.
+
+All of it is frozen plain data. `msgspec` is both the type and the wire format (MessagePack): one
+definition, no second schema to drift, no pickle from the network, and about 1 us per message.
+
+Down the stream go `Submit` and `Abort`; up come `SubmitReply`, `StepOutput` (one per engine step and
+router, carrying every sequence of that router and the replica's load) and `Draining`.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NewType
+
+import msgspec
+
+RequestId = NewType("RequestId", str)
+ReplicaId = NewType("ReplicaId", str)
+RouterId = NewType("RouterId", str)
+
+#: (tenant turn, priority, arrival in seconds since the epoch): fixed by the router, sorted by in both places.
+OrderKey = tuple[float, int, float]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a sequence ended. `MOVED` never reaches a client: the router continues the sequence elsewhere."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+    MOVED = "moved"
+
+
+class RefusalReason(enum.StrEnum):
+    """Why a replica or router did not take a request."""
+
+    QUEUE_FULL = "queue_full"
+    NO_REPLICA = "no_replica"
+    DRAINING = "draining"
+    NEVER_FITS = "never_fits"
+
+
+class Role(enum.StrEnum):
+    """What a replica does. Only `BOTH` exists until P/D disaggregation lands."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of plain records: positional on the wire, so new fields go at the end with a default."""
+
+
+class SamplingParams(_Message):
+    """How to choose the tokens of one sequence. Already validated and resolved by the router."""
+
+    max_tokens: int
+    #: 0 means greedy
+    temperature: float = 1.0
+    #: 0 means off
+    top_k: int = 0
+    top_p: float = 1.0
+    #: the random number of output position i is a function of (seed, i) alone; 64 bit, unsigned
+    seed: int = 0
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class SequenceInput(_Message):
+    """One token stream of a request. `output_token_ids` is not empty when a stream is resumed."""
+
+    index: int
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    output_token_ids: list[int] = []
+
+
+class GenerateRequest(_Message):
+    """What a router asks of a replica: accepted as a whole (all sequences) or refused as a whole."""
+
+    request_id: RequestId
+    sequences: list[SequenceInput]
+    order_key: OrderKey = (0.0, 0, 0.0)
+    cache_salt: str = ""
+    #: seconds since the epoch, or None
+    deadline_s: float | None = None
+
+    @property
+    def is_returning(self) -> bool:
+        """True for a resumed or moved request: it was scheduled before, so no cap applies to it."""
+        return any(sequence.output_token_ids for sequence in self.sequences)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(sequence.prompt_token_ids) for sequence in self.sequences)
+
+
+class ReplicaLoad(_Message):
+    """What a replica tells about itself with each message. Counts are sequences, tokens or blocks.
+
+    `counters` only grow during an incarnation; their names are in `docs/metrics.md`.
+    """
+
+    num_queued: int = 0
+    num_returning: int = 0
+    num_running: int = 0
+    #: prompt tokens of queued and returning sequences
+    num_queued_prompt_tokens: int = 0
+    #: known tokens without KV yet, over all unfinished sequences
+    num_uncomputed_tokens: int = 0
+    #: tokens with KV, over the running sequences
+    num_context_tokens: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    queue_cap: int = 0
+    step: int = 0
+    #: mean queued sequences that left the queue per second, over the last seconds; 0 when unknown
+    drain_rate: float = 0.0
+    counters: dict[str, float] = {}
+
+
+class SequenceOutput(_Message):
+    """New tokens of one sequence in one step; the last one carries `finish_reason`."""
+
+    request_id: RequestId
+    index: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    #: the stop token id that ended the sequence, None for eos
+    stop_reason: int | None = None
+    #: of the prompt, how many tokens came from the prefix cache
+    num_cached_tokens: int = 0
+
+
+class KVEvent(_Message):
+    """A change of the set of cached block hashes. `stored` and `removed` hold block hashes; `cleared` empties first."""
+
+    stored: list[bytes] = []
+    removed: list[bytes] = []
+    cleared: bool = False
+
+
+class Submit(msgspec.Struct, frozen=True, tag="submit", gc=False):
+    """Router to replica: take this request. `epoch` numbers the attempts of one request."""
+
+    request: GenerateRequest
+    epoch: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort", gc=False):
+    """Router to replica: end the sequences of a request (all of them, or those of `indices`)."""
+
+    request_id: RequestId
+    indices: list[int] | None = None
+
+
+class SubmitReply(msgspec.Struct, frozen=True, tag="reply", gc=False):
+    """Replica to router: accepted, or refused with a reason. Sent before any output of the request."""
+
+    request_id: RequestId
+    epoch: int
+    load: ReplicaLoad
+    refusal: RefusalReason | None = None
+    message: str = ""
+
+
+class StepOutput(msgspec.Struct, frozen=True, tag="step", gc=False):
+    """Replica to router: what one step gave for this router's sequences, plus load and KV events.
+
+    A router without a token in the step gets a coalesced one at most every 50 ms.
+    """
+
+    incarnation: str
+    load: ReplicaLoad
+    outputs: list[SequenceOutput] = []
+    kv_events: list[KVEvent] = []
+
+
+class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):
+    """Replica to router: place nothing here any more; what still runs at `deadline_s` will be moved."""
+
+    deadline_s: float
+
+
+DownMessage = Submit | Abort
+UpMessage = SubmitReply | StepOutput | Draining
+
+_encoder = msgspec.msgpack.Encoder()
+_down_decoder = msgspec.msgpack.Decoder(DownMessage)
+_up_decoder = msgspec.msgpack.Decoder(UpMessage)
+
+
+def encode(message: DownMessage | UpMessage) -> bytes:
+    """Message to wire bytes."""
+    return _encoder.encode(message)
+
+
+def decode_down(data: bytes) -> DownMessage:
+    """Wire bytes to a message for the replica. Raises `msgspec.DecodeError` on anything else."""
+    return _down_decoder.decode(data)
+
+
+def decode_up(data: bytes) -> UpMessage:
+    """Wire bytes to a message for the router. Raises `msgspec.DecodeError` on anything else."""
+    return _up_decoder.decode(data)

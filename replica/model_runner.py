@@ -1,0 +1,156 @@
+"""TORCH. The model runner: loads a folder, owns the KV pool, carries out step plans. Knows nothing of queues."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from replica.config import EngineConfig, resolve
+from replica.errors import ConfigError, EngineError, ModelLoadError
+from replica.hardware import detect_hardware
+from replica.input_batch import SequenceStore
+from replica.models import kv_pool
+from replica.models.decoder import Decoder, DecoderConfig, read_config
+from replica.native.builder import NativeUnavailableError
+from replica.step import RunnerInfo, StepPlan, StepResult
+from replica.weights import WeightReader
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class TorchModelRunner:
+    """Implements `replica.step.ModelRunner` on a CPU. Construct and call it on one thread: OpenMP pools belong to threads.
+
+    Raises ModelLoadError for a folder it cannot serve, ConfigError for settings that cannot work with this model.
+    """
+
+    def __init__(self, config: EngineConfig, folder: Path, kv_layer_major: bool = False, self_test: bool = True) -> None:
+        config = resolve(config, detect_hardware())
+        self._model = read_config(folder)
+        self._dtype = _DTYPES[config.model.dtype]
+        max_len = _max_model_len(config, self._model)
+        threads = config.parallel.num_threads or 1
+        torch.set_num_threads(threads)
+        self._num_blocks, self._block_size = _pool_size(config, self._model, self._dtype), config.cache.block_size
+        reader = WeightReader(folder, self._model, self._dtype)
+        with torch.inference_mode():
+            self._decoder, note = self._load(reader, max_len, threads, kv_layer_major)
+        eos = _eos_token_ids(folder)
+        self._store_arguments = (self._block_size, self._num_blocks, max_len, self._model.vocab_size, eos)
+        self._store = SequenceStore(*self._store_arguments)
+        #: when True, `last_logits` gets a copy of the logits of every sequence that samples (for tests)
+        self.capture_logits = False
+        #: seq_id -> float32 logits [vocab] it last sampled from
+        self.last_logits: dict[int, torch.Tensor] = {}
+        self._closed = False
+        #: outcome of the start-up self-test; None when it was not run
+        self.is_invariant: bool | None = None
+        verdict = "invariance not tested"
+        if self_test:
+            verdict = self._run_self_test(min(max_len, self._num_blocks * self._block_size))
+        self.info = RunnerInfo(
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+            max_model_len=max_len,
+            vocab_size=self._model.vocab_size,
+            eos_token_ids=eos,
+            model_fingerprint=self._fingerprint(reader),
+            description=f"cpu, {config.model.dtype}, {threads} threads, {self._decoder.kernels}{note}; {verdict}",
+        )
+
+    def _load(self, reader: WeightReader, max_len: int, threads: int, layer_major: bool) -> tuple[Decoder, str]:
+        """The native decoder, or the torch one and the reason why."""
+        from replica.attention.select import select
+        from replica.models.native_decoder import NativeDecoder, why_not_native
+        from replica.models.torch_decoder import TorchDecoder
+        from replica.native import library as native
+
+        try:
+            if reason := why_not_native(self._model):
+                raise NativeUnavailableError(reason)
+            library = native.load()
+        except NativeUnavailableError as error:
+            pool = kv_pool.allocate(
+                self._model, self._num_blocks, self._block_size, self._dtype, layer_major=layer_major
+            )
+            attention = select("cpu", self._dtype, self._block_size)
+            return TorchDecoder(reader, pool, max_len, attention), f" (no native kernels: {error})"
+        pool = kv_pool.allocate(
+            self._model, self._num_blocks, self._block_size, self._dtype, library.use_huge_pages, layer_major
+        )
+        return NativeDecoder(library, reader, pool, max_len, threads), ""
+
+    def _run_self_test(self, room: int) -> str:
+        from replica.self_test import check_invariance
+
+        started = time.perf_counter()
+        self.is_invariant = check_invariance(self, self._model.vocab_size, self._num_blocks, self._block_size, room)
+        self._store = SequenceStore(*self._store_arguments)
+        self.last_logits.clear()
+        elapsed_ms = (time.perf_counter() - started) * 1e3
+        return f"invariance self-test {'passed' if self.is_invariant else 'FAILED'} in {elapsed_ms:.0f} ms"
+
+    def _fingerprint(self, reader: WeightReader) -> str:
+        model = self._model
+        parts = (model.architecture, str(self._dtype), model.rope_theta, sorted(model.rope_scaling.items()))
+        shape = (model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim)
+        text = json.dumps([*map(str, parts), shape, self._decoder.kernels, reader.digest()])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out `plan`; see `replica.step`. Raises EngineError on a plan that does not fit what the runner knows."""
+        if self._closed:
+            raise EngineError("the model runner is closed")
+        started = time.perf_counter()
+        self._store.apply(plan)
+        if not plan.seq_ids:
+            return StepResult(plan.step, [], [], time.perf_counter() - started)
+        batch = self._store.assemble(plan)
+        tokens, logits = self._decoder.forward(batch)
+        self._store.append(batch, tokens)
+        seq_ids = [plan.seq_ids[i] for i in batch.sampled]
+        if self.capture_logits:
+            self.last_logits.update({seq_id: row.clone() for seq_id, row in zip(seq_ids, logits, strict=True)})
+        return StepResult(plan.step, seq_ids, tokens.tolist(), time.perf_counter() - started)
+
+    def close(self) -> None:
+        """Drop weights and KV pool. Idempotent."""
+        self._closed = True
+        self.__dict__.pop("_decoder", None)
+        self.last_logits.clear()
+
+
+def _max_model_len(config: EngineConfig, model: DecoderConfig) -> int:
+    wanted = config.model.max_model_len or model.max_position_embeddings
+    if wanted > model.max_position_embeddings:
+        raise ConfigError(
+            f"model.max_model_len={wanted} is longer than the model's context; at most {model.max_position_embeddings}"
+        )
+    return wanted
+
+
+def _pool_size(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+    if config.cache.num_blocks is not None:
+        return config.cache.num_blocks
+    assert config.cache.kv_cache_gib is not None, "resolve() fills it"
+    return kv_pool.count_blocks(model, config.cache.block_size, dtype, config.cache.kv_cache_gib)
+
+
+def _eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """From generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        path = folder / name
+        if not path.exists():
+            continue
+        try:
+            eos = json.loads(path.read_text()).get("eos_token_id")
+        except ValueError as error:
+            raise ModelLoadError(f"{path} is not JSON: {error}") from error
+        if eos is not None:
+            return tuple(eos) if isinstance(eos, list) else (int(eos),)
+    return ()

@@ -1,0 +1,100 @@
+"""ASYNC. A model runner on a thread of its own, awaited from the event loop.
+
+Thread or process was measured on two cores (`docs/architecture.md`, "Runner thread"). Torch and our kernels release the GIL, so the
+loop sends results and takes requests while a step computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+from replica.step import ModelRunner, RunnerInfo, StepPlan, StepResult
+
+_Job = tuple[Callable[[], object], "asyncio.Future[object]"]
+
+
+class RunnerThread:
+    """Builds the runner on its thread and calls it only there: OpenMP pools belong to the thread that first used them."""
+
+    def __init__(self, factory: Callable[[], ModelRunner]) -> None:
+        self._factory = factory
+        self._runner: ModelRunner | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="shoal-runner", daemon=True)
+
+    async def start(self) -> RunnerInfo:
+        """Load the model. Raises what the factory raises."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+        await self._call(self._build)
+        assert self._runner is not None
+        return self._runner.info
+
+    def execute(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Begin a step at once; the future gives its result or raises what the runner raised."""
+        assert self._runner is not None, "start() first"
+        runner = self._runner
+        return self._call(lambda: runner.execute(plan))  # type: ignore[return-value]
+
+    async def close(self) -> None:
+        """Free the device and end the thread. Idempotent."""
+        if self._thread.is_alive():
+            if self._runner is not None:
+                await self._call(self._runner.close)
+            self._jobs.put(None)
+            await self._loop.run_in_executor(None, self._thread.join)
+
+    def _build(self) -> None:
+        self._runner = self._factory()
+
+    def _call(self, function: Callable[[], object]) -> asyncio.Future[object]:
+        future: asyncio.Future[object] = self._loop.create_future()
+        self._jobs.put((function, future))
+        return future
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            function, future = job
+            try:
+                outcome, failure = function(), None
+            except BaseException as error:  # the waiter gets it, whatever it is
+                outcome, failure = None, error
+            try:
+                self._loop.call_soon_threadsafe(_resolve, future, outcome, failure)
+            except RuntimeError:
+                return  # the loop is closed: nobody waits any more
+
+
+def _resolve(future: asyncio.Future[object], outcome: object, failure: BaseException | None) -> None:
+    if future.done():
+        return
+    if failure is not None:
+        future.set_exception(failure)
+    else:
+        future.set_result(outcome)
+
+
+class PacedRunner:
+    """Makes a fake runner take the time that its cost model says. For live clusters without a model."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        started = time.monotonic()
+        result = self._runner.execute(plan)
+        rest = result.duration_s - (time.monotonic() - started)
+        if rest > 0:
+            time.sleep(rest)
+        return result
+
+    def close(self) -> None:
+        self._runner.close()

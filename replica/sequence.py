@@ -1,0 +1,130 @@
+"""PURE. A sequence: one token stream inside the engine (request x n samples).
+
+There is no prefill state and no decode state: `num_computed_tokens` catches up with `num_tokens`, that is all.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from replica.block_hash import chain_hashes
+from replica.messages import FinishReason, OrderKey, RequestId, RouterId, SamplingParams
+
+
+class Status(enum.Enum):
+    """Where a sequence is. QUEUED counts against the cap; RETURNING was scheduled before and does not."""
+
+    QUEUED = "queued"
+    RETURNING = "returning"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class Sequence:
+    """Plain state. Only the scheduler and the block manager change it.
+
+    `block_ids` is the block table; `block_hashes` covers the leading full blocks of `token_ids` and grows with them.
+    """
+
+    __slots__ = (
+        "abort_reason",
+        "block_hashes",
+        "block_ids",
+        "finish_reason",
+        "finished_at",
+        "first_scheduled_at",
+        "first_token_at",
+        "in_flight",
+        "index",
+        "known_to_runner",
+        "max_total_tokens",
+        "num_blocks_committed",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens_at_preemption",
+        "order_key",
+        "request_id",
+        "root",
+        "router_id",
+        "sampling",
+        "seq_id",
+        "status",
+        "stop_reason",
+        "submitted_at",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        request_id: RequestId,
+        index: int,
+        router_id: RouterId,
+        prompt_token_ids: list[int],
+        output_token_ids: list[int],
+        sampling: SamplingParams,
+        order_key: OrderKey,
+        root: bytes,
+        max_total_tokens: int,
+        now: float,
+    ) -> None:
+        self.seq_id = seq_id
+        self.request_id = request_id
+        self.index = index
+        self.router_id = router_id
+        self.token_ids = prompt_token_ids + output_token_ids
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.sampling = sampling
+        self.order_key = order_key
+        self.root = root
+        #: prompt + output may not exceed this (context, KV pool and max_tokens, whichever is least)
+        self.max_total_tokens = max_total_tokens
+        self.status = Status.RETURNING if output_token_ids else Status.QUEUED
+        self.num_computed_tokens = 0
+        #: of the prompt, tokens found in the prefix cache at first admission
+        self.num_cached_tokens = 0
+        #: known tokens when last preempted: up to here, computing again is rework
+        self.num_tokens_at_preemption = 0
+        self.num_preemptions = 0
+        self.block_ids: list[int] = []
+        self.block_hashes: list[bytes] = []
+        #: leading blocks whose hash is registered (or found) in the prefix cache
+        self.num_blocks_committed = 0
+        self.known_to_runner = False
+        #: part of the step that the runner works on right now; its blocks may not be freed
+        self.in_flight = False
+        self.abort_reason: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | None = None
+        self.submitted_at = now
+        self.first_scheduled_at: float | None = None
+        self.first_token_at: float | None = None
+        self.finished_at: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    def extend_hashes(self, block_size: int) -> None:
+        """Bring `block_hashes` up to the full blocks of `token_ids`; each block is hashed once in a sequence's life."""
+        done = len(self.block_hashes)
+        if len(self.token_ids) // block_size > done:
+            parent = self.block_hashes[-1] if done else self.root
+            self.block_hashes += chain_hashes(parent, self.token_ids[done * block_size :], block_size)
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.request_id}/{self.index}, {self.status.value}, "
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens, {len(self.block_ids)} blocks)"
+        )

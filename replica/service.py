@@ -1,0 +1,76 @@
+"""ASYNC. The data plane of a replica: one bidirectional gRPC stream per router, step-batched upwards.
+
+Bytes in, bytes out (`replica.messages` is the codec), so there is no generated code. gRPC brings HTTP/2 flow control, keep-alive and a
+death notice within 15 ms.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+import grpc
+import msgspec
+
+from replica.engine import Engine, RouterLink
+from replica.messages import RouterId, decode_down
+
+logger = logging.getLogger(__name__)
+
+METHOD = "/shoal.Replica/Connect"
+#: a 100,000-token prompt is about 0.5 MB on the wire
+MAX_MESSAGE_BYTES = 64 << 20
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+class ReplicaService:
+    """Serves `METHOD` for one engine. A router names itself in the metadata key `router-id`."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        handler = grpc.stream_stream_rpc_method_handler(self._connect)
+        service, method = METHOD.strip("/").split("/")
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
+
+    async def start(self, host: str, port: int = 0) -> str:
+        """Listen on `host`; port 0 picks a free one. Returns `host:port`."""
+        bound = self._server.add_insecure_port(f"{host}:{port}")
+        await self._server.start()
+        return f"{host}:{bound}"
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
+
+    async def _connect(
+        self, incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> AsyncIterator[bytes]:
+        router_id = dict(context.invocation_metadata() or ()).get("router-id")
+        if not router_id:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "metadata key router-id is missing")
+        link = self._engine.connect(RouterId(str(router_id)))
+        reader = asyncio.create_task(self._read(link, incoming))
+        try:
+            async for data in link.messages():
+                yield data
+        finally:
+            reader.cancel()
+            self._engine.disconnect(link)
+
+    async def _read(self, link: RouterLink, incoming: AsyncIterator[bytes]) -> None:
+        try:
+            async for data in incoming:
+                self._engine.handle(link, decode_down(data))
+        except msgspec.DecodeError as error:
+            logger.warning("router %s sent something that is no message (%s); its link is cut", link.router_id, error)
+        finally:
+            link.close()

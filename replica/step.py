@@ -1,0 +1,86 @@
+"""PURE. What the scheduler asks of a model runner, and what it gets back.
+
+A runner keeps a copy of each sequence it knows (tokens, block table, sampling), so a plan carries only what changed.
+That makes a plan a few hundred bytes in steady decode: it can go to another process or to tensor-parallel ranks as is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from replica.messages import SamplingParams
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A sequence the runner does not know (fresh, or back after a preemption)."""
+
+    seq_id: int
+    #: prompt and, after a preemption or a resume, the output so far
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_ids: list[int]
+    sampling: SamplingParams
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One step. The three `seq_ids / num_computed / num_scheduled` lists run in parallel, one entry a sequence.
+
+    The runner computes tokens `[num_computed, num_computed + num_scheduled)` of each, and samples one token for
+    exactly those sequences whose interval ends at their last known token. It appends that token to its own copy.
+    Order of work: `dropped` first, then `new`, then `new_block_ids`, then the computation.
+    """
+
+    step: int
+    seq_ids: list[int]
+    num_computed: list[int]
+    num_scheduled: list[int]
+    new: list[NewSequence] = []
+    #: seq_id -> block ids to append to its block table
+    new_block_ids: dict[int, list[int]] = {}
+    #: sequences to forget: finished, aborted or preempted since the last plan
+    dropped: list[int] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled)
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Sampled tokens, in plan order: `token_ids[i]` belongs to `seq_ids[i]`; sequences that did not sample are absent."""
+
+    step: int
+    seq_ids: list[int]
+    token_ids: list[int]
+    #: seconds the runner worked on this step
+    duration_s: float = 0.0
+
+
+class RunnerInfo(msgspec.Struct, frozen=True):
+    """Facts about a loaded model that the scheduler and the router need."""
+
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    #: hex digest of model, revision, dtype, RoPE setting: part of every block hash
+    model_fingerprint: str
+    #: one human-readable line on device, dtype, kernels, threads and the invariance self-test
+    description: str = ""
+
+
+class ModelRunner(Protocol):
+    """Runs the forward pass and samples. Called from one thread only; knows nothing of queues or blocks' owners."""
+
+    @property
+    def info(self) -> RunnerInfo: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Carry out `plan`. Raises whatever the device raises; the engine then fails the sequences of the step."""
+        ...
+
+    def close(self) -> None:
+        """Free the device. Idempotent."""
+        ...

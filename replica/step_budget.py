@@ -1,0 +1,79 @@
+"""PURE. What one step may still spend, and the plan that grows from it. Thrown away after the step."""
+
+from __future__ import annotations
+
+from replica.sequence import Sequence
+from replica.step import NewSequence, StepPlan
+
+
+class StepBudget:
+    """Tokens left in a step, and the plan so far. Knows the caps on a chunk; decides nothing about order."""
+
+    __slots__ = (
+        "_long_prefill",
+        "_new",
+        "_new_blocks",
+        "_num_computed",
+        "_num_scheduled",
+        "_seq_ids",
+        "has_prefill",
+        "sequences",
+        "tokens_left",
+    )
+
+    def __init__(self, max_tokens: int, long_prefill_token_threshold: int) -> None:
+        self.tokens_left = max_tokens
+        self._long_prefill = long_prefill_token_threshold
+        #: a chunk of a prompt is already in the plan
+        self.has_prefill = False
+        self.sequences: list[Sequence] = []
+        self._seq_ids: list[int] = []
+        self._num_computed: list[int] = []
+        self._num_scheduled: list[int] = []
+        self._new: list[NewSequence] = []
+        self._new_blocks: dict[int, list[int]] = {}
+
+    def chunk(self, num_uncomputed: int) -> int:
+        """Tokens this step gives to a sequence that lacks `num_uncomputed`."""
+        if self._long_prefill and num_uncomputed > self._long_prefill:
+            num_uncomputed = self._long_prefill
+        return min(num_uncomputed, self.tokens_left)
+
+    def allow_whole(self, num_uncomputed: int) -> None:
+        """Chunked prefill is off: the step becomes as long as this prompt needs."""
+        self._long_prefill = 0
+        self.tokens_left = max(self.tokens_left, num_uncomputed)
+
+    def spend(self, sequence: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
+        """Plan `num_tokens` of `sequence`, whose block table already covers them."""
+        self.tokens_left -= num_tokens
+        self.has_prefill = self.has_prefill or num_tokens > 1
+        self.sequences.append(sequence)
+        self._seq_ids.append(sequence.seq_id)
+        self._num_computed.append(sequence.num_computed_tokens)
+        self._num_scheduled.append(num_tokens)
+        sequence.in_flight = True
+        if not sequence.known_to_runner:
+            sequence.known_to_runner = True
+            self._new.append(
+                NewSequence(
+                    seq_id=sequence.seq_id,
+                    token_ids=sequence.token_ids.copy(),
+                    num_prompt_tokens=sequence.num_prompt_tokens,
+                    block_ids=sequence.block_ids.copy(),
+                    sampling=sequence.sampling,
+                )
+            )
+        elif new_blocks:
+            self._new_blocks[sequence.seq_id] = new_blocks
+
+    def plan(self, step: int, dropped: list[int]) -> StepPlan:
+        return StepPlan(
+            step=step,
+            seq_ids=self._seq_ids,
+            num_computed=self._num_computed,
+            num_scheduled=self._num_scheduled,
+            new=self._new,
+            new_block_ids=self._new_blocks,
+            dropped=dropped,
+        )

@@ -1,0 +1,101 @@
+"""TORCH. Tensors of an HF-style folder, mapped from disk, gathered into what a Llama-type decoder wants."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from replica.errors import ModelLoadError
+from replica.models.decoder import DecoderConfig
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer, in the run's dtype; norms in float32. Linear weights are [out, in]."""
+
+    qkv: torch.Tensor
+    o: torch.Tensor
+    gate: torch.Tensor
+    up: torch.Tensor
+    down: torch.Tensor
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+
+
+class WeightReader:
+    """Named tensors over all .safetensors files of a folder; each is read when asked for."""
+
+    def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype) -> None:
+        self.config = config
+        self._dtype = dtype
+        self._paths = sorted(folder.glob("*.safetensors"))
+        if not self._paths:
+            raise ModelLoadError(f"{folder} holds no .safetensors file")
+        try:
+            files = [safe_open(str(path), framework="pt") for path in self._paths]
+        except Exception as error:  # safetensors raises its own type for a bad header
+            raise ModelLoadError(f"{folder}: weights cannot be opened: {error}") from error
+        self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
+
+    def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
+        file = self._where.get(name)
+        if file is None:
+            raise ModelLoadError(f"tensor {name} is missing from {self._paths[0].parent}")
+        tensor: torch.Tensor = file.get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise ModelLoadError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
+        return tensor.to(dtype or self._dtype)
+
+    def embedding(self) -> torch.Tensor:
+        """[vocab, hidden]"""
+        return self._read("model.embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
+
+    def head(self) -> torch.Tensor:
+        """[vocab, hidden]; the embedding where tied."""
+        if self.config.tie_word_embeddings:
+            return self.embedding()
+        return self._read("lm_head.weight", (self.config.vocab_size, self.config.hidden_size))
+
+    def final_norm(self) -> torch.Tensor:
+        return self._read("model.norm.weight", (self.config.hidden_size,), torch.float32)
+
+    def layers(self) -> Iterator[LayerWeights]:
+        """One layer at a time, so that packing never holds two copies of the whole model."""
+        c = self.config
+        hidden, inter = c.hidden_size, c.intermediate_size
+        for i in range(c.num_layers):
+            prefix = f"model.layers.{i}."
+            attention = prefix + "self_attn."
+            q = self._read(attention + "q_proj.weight", (c.q_dim, hidden))
+            k = self._read(attention + "k_proj.weight", (c.kv_dim, hidden))
+            v = self._read(attention + "v_proj.weight", (c.kv_dim, hidden))
+            yield LayerWeights(
+                qkv=torch.cat([q, k, v]),
+                o=self._read(attention + "o_proj.weight", (hidden, c.q_dim)),
+                gate=self._read(prefix + "mlp.gate_proj.weight", (inter, hidden)),
+                up=self._read(prefix + "mlp.up_proj.weight", (inter, hidden)),
+                down=self._read(prefix + "mlp.down_proj.weight", (hidden, inter)),
+                input_norm=self._read(prefix + "input_layernorm.weight", (hidden,), torch.float32),
+                post_norm=self._read(prefix + "post_attention_layernorm.weight", (hidden,), torch.float32),
+            )
+
+    def digest(self) -> str:
+        """Hex digest of the weight files: sizes and 256 evenly spaced 64 KiB samples of each.
+
+        A full hash of a large model would cost more than loading it; any training step changes every sample.
+        """
+        sample, count = 1 << 16, 256
+        digest = hashlib.sha256()
+        for path in self._paths:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\0".encode())
+            with path.open("rb") as file:
+                for i in range(count):
+                    file.seek(max(0, size - sample) * i // (count - 1))
+                    digest.update(file.read(sample))
+        return digest.hexdigest()

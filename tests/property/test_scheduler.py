@@ -1,0 +1,263 @@
+"""The engine core with a fake runner whose KV is real bookkeeping, under arbitrary submits, aborts, steps, failures and drains."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
+from replica.engine_core import EngineCore, RouterOutputs
+from replica.fake_runner import FakeModelRunner, expected_output
+from replica.messages import (
+    FinishReason,
+    GenerateRequest,
+    RefusalReason,
+    RequestId,
+    RouterId,
+    SamplingParams,
+    SequenceInput,
+)
+from replica.step import StepPlan
+
+VOCAB = 101
+BLOCK = 4
+CAP = 5
+ROUTERS = [RouterId("a"), RouterId("b")]
+
+
+class Client:
+    """What one request was promised and what it got."""
+
+    def __init__(self, prompts: list[list[int]], max_tokens: int, output: list[int]) -> None:
+        self.prompts = prompts
+        self.max_tokens = max_tokens
+        self.resumed = output
+        self.tokens: list[list[int]] = [list(output) for _ in prompts]
+        self.ends: list[FinishReason | None] = [None for _ in prompts]
+        self.aborted = False
+
+
+class EngineMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(6, 30),
+        budget=st.integers(1, 24),
+        max_num_seqs=st.integers(1, 5),
+        threshold=st.sampled_from([0, 3]),
+        chunked=st.booleans(),
+        watermark=st.sampled_from([0.0, 0.2]),
+        caching=st.booleans(),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        budget: int,
+        max_num_seqs: int,
+        threshold: int,
+        chunked: bool,
+        watermark: float,
+        caching: bool,
+    ) -> None:
+        self.runner = FakeModelRunner(
+            num_blocks=num_blocks, block_size=BLOCK, max_model_len=64, vocab_size=VOCAB, eos_token_ids=()
+        )
+        self.config = EngineConfig(
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=budget,
+                max_num_seqs=max_num_seqs,
+                long_prefill_token_threshold=threshold,
+                enable_chunked_prefill=chunked,
+                watermark=watermark,
+            ),
+            admission=AdmissionConfig(max_queued_requests=CAP),
+            cache=CacheConfig(enable_prefix_caching=caching),
+        )
+        self.core = EngineCore(self.config, self.runner.info)
+        self.clients: dict[tuple[RouterId, RequestId], Client] = {}
+        self.plan: StepPlan | None = None
+        self.now = 0.0
+        self.count = 0
+
+    @rule(
+        router=st.sampled_from(ROUTERS),
+        shape=st.integers(0, 2),
+        length=st.integers(1, 40),
+        n=st.integers(1, 3),
+        max_tokens=st.integers(1, 20),
+        resumed=st.integers(0, 3),
+    )
+    def submit(self, router: RouterId, shape: int, length: int, n: int, max_tokens: int, resumed: int) -> None:
+        request_id = RequestId(str(self.count))
+        self.count += 1
+        # shapes 0 and 1 share long prefixes, shape 2 is its own
+        prompt = [(shape * position if shape < 2 else self.count + position) % VOCAB for position in range(length)]
+        output = expected_output(prompt, resumed, vocab_size=VOCAB) if resumed < max_tokens else []
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        request = GenerateRequest(
+            request_id,
+            [SequenceInput(index, prompt, sampling, list(output)) for index in range(n)],
+            order_key=(0.0, 0, float(self.count)),
+        )
+        num_queued = len(self.core.scheduler.queued)
+        reply = self.core.submit(router, request, 0, self.now)
+        capacity = min(64, self.core.blocks.capacity_tokens)
+        if length + len(output) >= capacity:
+            assert reply.refusal is RefusalReason.NEVER_FITS
+            assert str(capacity) in reply.message
+        elif output:
+            assert reply.refusal is None, "a cap must never refuse a returning request"
+        elif num_queued + n > CAP:
+            assert reply.refusal is RefusalReason.QUEUE_FULL
+        else:
+            assert reply.refusal is None
+        if reply.refusal is None:
+            self.clients[(router, request_id)] = Client([prompt] * n, max_tokens, output)
+        else:
+            assert len(self.core.scheduler.queued) == num_queued
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        running = len(self.core.scheduler.running)
+        preemptions = self.core.scheduler.counters.preemptions
+        plan = self.core.schedule(self.now)
+        self.plan = plan
+        if plan is None:
+            assert not self.core.has_work or self.core.num_unfinished == 0, "work, but no step"
+            return
+        budget = self.config.scheduler.max_num_batched_tokens
+        assert budget is not None
+        assert len(plan.seq_ids) == len(set(plan.seq_ids)) <= self.config.scheduler.max_num_seqs
+        if self.config.scheduler.enable_chunked_prefill:
+            assert plan.num_tokens <= budget
+            if self.config.scheduler.long_prefill_token_threshold:
+                assert max(plan.num_scheduled, default=0) <= self.config.scheduler.long_prefill_token_threshold
+        assert all(count > 0 for count in plan.num_scheduled)
+        if self.core.scheduler.counters.preemptions > preemptions:
+            assert len(self.core.scheduler.running) < running + 1, "a step that preempts admits nobody"
+            assert not plan.new
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def finish_step(self) -> None:
+        assert self.plan is not None
+        before = {s.seq_id: s.num_computed_tokens for s in self.core.scheduler.running}
+        result = self.runner.execute(self.plan)
+        self.now += result.duration_s
+        outputs = self.core.update(self.plan, result, self.now)
+        scheduled = dict(zip(self.plan.seq_ids, self.plan.num_scheduled, strict=True))
+        for sequence in self.core.scheduler.running:
+            assert sequence.num_computed_tokens == before[sequence.seq_id] + scheduled.get(sequence.seq_id, 0)
+        self.plan = None
+        self.deliver(outputs)
+
+    @precondition(lambda self: self.plan is not None)
+    @rule()
+    def step_fails(self) -> None:
+        """The runner took the plan in, then the device failed."""
+        assert self.plan is not None
+        self.runner.execute(self.plan)
+        self.plan = None
+        self.deliver(self.core.fail_step(self.now))
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data(), whole=st.booleans())
+    def abort(self, data: st.DataObject, whole: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.clients)))
+        client = self.clients[key]
+        indices = None if whole else [0]
+        self.core.abort(key[0], key[1], self.now, indices)
+        for index in range(len(client.ends)) if whole else [0]:
+            if client.ends[index] is None:
+                client.ends[index] = FinishReason.ABORT
+        if all(end is not None for end in client.ends):
+            del self.clients[key]
+
+    def deliver(self, outputs: RouterOutputs) -> None:
+        for router, items in outputs.items():
+            for item in items:
+                client = self.clients.get((router, item.request_id))
+                assert client is not None, "output for a request that was aborted as a whole"
+                assert client.ends[item.index] is None, "output after the end"
+                assert item.new_token_ids or item.finish_reason is not None, "an empty message"
+                client.tokens[item.index] += item.new_token_ids
+                client.ends[item.index] = item.finish_reason
+                self.check(client, item.index)
+                if all(end is not None for end in client.ends):
+                    del self.clients[(router, item.request_id)]
+
+    def check(self, client: Client, index: int) -> None:
+        """Tokens equal the undisturbed run at every moment, whatever was preempted, shared, chunked or aborted around it."""
+        tokens = client.tokens[index]
+        assert tokens == expected_output(client.prompts[index], len(tokens), vocab_size=VOCAB)
+        if client.ends[index] is FinishReason.LENGTH:
+            limit = min(64, self.core.blocks.capacity_tokens) - len(client.prompts[index])
+            assert len(tokens) == min(client.max_tokens, limit)
+
+    @invariant()
+    def books_agree(self) -> None:
+        if hasattr(self, "core"):
+            self.core.validate()
+
+    def teardown(self) -> None:
+        """Let everything end: it must end, exactly once, and leave every pool at baseline."""
+        if not hasattr(self, "core"):
+            return
+        for _ in range(5000):
+            if self.plan is None:
+                self.schedule()
+            if self.plan is None:
+                break
+            self.finish_step()
+        assert self.clients == {}, "requests that never ended"
+        assert self.core.num_unfinished == 0
+        assert self.core.blocks.num_free == self.core.blocks.num_blocks
+        assert self.runner.num_known == 0
+        self.core.validate()
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_thousand_random_aborts_leave_every_pool_at_baseline(seed: int) -> None:
+    import random
+
+    rng = random.Random(seed)
+    runner = FakeModelRunner(num_blocks=60, block_size=8, max_model_len=200, vocab_size=VOCAB, eos_token_ids=())
+    config = EngineConfig(
+        scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=16),
+        admission=AdmissionConfig(max_queued_requests=40),
+    )
+    core = EngineCore(config, runner.info)
+    alive: list[RequestId] = []
+    num_aborted, count, now = 0, 0, 0.0
+    plan = None
+    while num_aborted < 1000:
+        for _ in range(rng.randrange(4)):
+            prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 120))]
+            request_id = RequestId(str(count))
+            count += 1
+            sampling = SamplingParams(max_tokens=rng.randrange(1, 60), temperature=0.0)
+            request = GenerateRequest(request_id, [SequenceInput(0, prompt, sampling)], order_key=(0.0, 0, now))
+            if core.submit(ROUTERS[0], request, 0, now).refusal is None:
+                alive.append(request_id)
+        plan = core.schedule(now)
+        for _ in range(min(len(alive), rng.randrange(3))):  # queued, running, in flight or long finished
+            core.abort(ROUTERS[0], alive.pop(rng.randrange(len(alive))), now)
+            num_aborted += 1
+        if plan is not None:
+            result = runner.execute(plan)
+            now += result.duration_s
+            core.update(plan, result, now)
+    core.abort_router(ROUTERS[0], now)
+    while (plan := core.schedule(now)) is not None:
+        core.update(plan, runner.execute(plan), now)
+    core.validate()
+    assert core.num_unfinished == 0
+    assert core.blocks.num_free == 60
+    assert runner.num_known == 0
+    load = core.load(now)
+    assert (load.num_queued, load.num_running, load.num_uncomputed_tokens, load.num_context_tokens) == (0, 0, 0, 0)
