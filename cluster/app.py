@@ -1,0 +1,65 @@
+"""RAY. Composition root: `ClusterConfig` -> Serve application. `import_path: cluster.app:build` for `serve run` and KubeRay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+
+from cluster import __version__, model_store
+from cluster.config import ClusterConfig, load
+from cluster.serve_env import SERVE_ENV
+from replica.deployment import replica_deployment
+from router.deployment import router_deployment
+
+APP_NAME = "shoal"
+
+
+def build(args: Mapping[str, Any] | None = None) -> serve.Application:
+    """The Serve application. `args` are the keys of `ClusterConfig`. Raises ConfigError on what cannot work."""
+    return build_from(load(args or {}))
+
+
+def build_from(config: ClusterConfig) -> serve.Application:
+    """The Serve application of a checked configuration."""
+    replicas = replica_deployment(
+        config.engine_config(),
+        model_store.resolve,
+        num_replicas=config.replicas.both,
+        replicas_on_node=replicas_on_node(config),
+        num_cpus=config.num_cpus_per_replica,
+        drain_s=config.drain_s,
+        env_vars=SERVE_ENV,
+        request_router_class="router.membership:Membership",
+    )
+    return router_deployment(
+        replicas,
+        num_routers=config.router.replicas,
+        longest_stream_s=config.longest_stream_s,
+        env_vars=SERVE_ENV,
+        model=config.model,
+        model_source=model_store.resolve,
+        settings={
+            "served_model_names": (config.served_name,),
+            "max_model_len": config.max_model_len,
+            "api_keys": config.http.api_keys,
+            "cors_allow_origins": config.http.cors_allow_origins,
+            "max_body_bytes": int(config.http.max_body_mib * (1 << 20)),
+            "set_request_id_header": False,
+            "version": __version__,
+        },
+        dispatcher={
+            "admission_wait_s": config.router.admission_wait_ms / 1000,
+            "max_held_requests": config.router.max_held_requests,
+        },
+        policy=config.router.policy,
+        chat_template=config.chat_template,
+    )
+
+
+def replicas_on_node(config: ClusterConfig) -> int:
+    """How many replicas are likely to share a node's cores: all of them on a laptop, spread evenly otherwise."""
+    num_nodes = sum(1 for node in ray.nodes() if node["Alive"]) if ray.is_initialized() else 1
+    return max(1, -(-config.replicas.both // max(1, num_nodes)))

@@ -1,0 +1,154 @@
+"""RAY. The `shoal` command: serve, status, model. Heavy imports happen inside the commands, so `shoal --help` is instant."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from cluster import __version__
+from replica.errors import ConfigError, ShoalError
+
+#: `shoal serve` flag -> key of ClusterConfig
+_FLAGS = {
+    "model": "model",
+    "served_model_name": "served_model_name",
+    "dtype": "dtype",
+    "max_model_len": "max_model_len",
+    "replicas": "replicas.both",
+    "routers": "router.replicas",
+    "chat_template": "chat_template",
+    "runner": "runner",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point. Returns the exit code: 0 fine, 1 failed, 2 wrong usage or configuration."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
+        return 2
+    try:
+        return int(options.run(options))
+    except ConfigError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return 2
+    except ShoalError as error:
+        print(f"shoal: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="shoal", description="A distributed LLM serving cluster on Ray Serve.")
+    parser.add_argument("--version", action="version", version=f"shoal {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    _add_serve(commands)
+    status = commands.add_parser("status", help="replicas, queue against cap, KV use of a running cluster")
+    _add_address(status)
+    status.add_argument("--api-key", help="bearer key, if the cluster wants one")
+    status.add_argument("--json", action="store_true", help="machine-readable")
+    status.set_defaults(run=_status)
+    model = commands.add_parser("model", help="fetch, convert and locate a model")
+    model.add_argument("name", nargs="?", default="smollm2-135m-instruct", help="built-in name, folder or .gguf file")
+    model.set_defaults(run=_model)
+    return parser
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="default 8000")
+
+
+def _add_serve(commands: Any) -> None:
+    serve = commands.add_parser("serve", help="serve an OpenAI-compatible API")
+    _add_address(serve)
+    serve.add_argument("--config", help="YAML file with the keys of ClusterConfig; flags win over it")
+    serve.add_argument("--model", help="built-in name, model folder or .gguf file")
+    serve.add_argument("--served-model-name", help="name that clients use")
+    serve.add_argument("--dtype", choices=["auto", "bfloat16", "float32"])
+    serve.add_argument("--max-model-len", type=int, help="longest prompt + output in tokens")
+    serve.add_argument("--replicas", type=int, help="data-parallel replicas")
+    serve.add_argument("--routers", type=int, help="router processes")
+    serve.add_argument("--api-key", action="append", help="bearer key that clients must send; may be repeated")
+    serve.add_argument("--chat-template", help="Jinja template or its path, instead of the model's")
+    serve.add_argument("--runner", choices=["torch", "fake"], help="fake: no weights, tokens from a cost model")
+    serve.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any key of ClusterConfig, e.g. --set scheduler.max_num_seqs=32; may be repeated",
+    )
+    serve.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
+    serve.set_defaults(run=_serve)
+
+
+def config_overrides(options: argparse.Namespace) -> dict[str, Any]:
+    """Dotted keys that flags set, in the order: named flags, then --set."""
+    overrides = {key: value for flag, key in _FLAGS.items() if (value := getattr(options, flag)) is not None}
+    if options.api_key:
+        overrides["http.api_keys"] = options.api_key
+    for item in options.set:
+        key, separator, text = item.partition("=")
+        if not separator or not key:
+            raise ConfigError(f"--set {item!r}: expected KEY=VALUE")
+        overrides[key] = yaml.safe_load(text)
+    return overrides
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from cluster.config import load
+
+    config = load(options.config, config_overrides(options))
+    if options.print_config:
+        print(_resolved_yaml(config), end="")
+        return 0
+    from cluster.serve import serve_until_stopped
+
+    return serve_until_stopped(config, options.host, options.port)
+
+
+def _resolved_yaml(config: Any) -> str:
+    """The configuration with every `auto` filled for this machine, with one replica group on it."""
+    from replica.config import resolve
+    from replica.hardware import detect_hardware
+
+    engine = resolve(config.engine_config(), detect_hardware(), config.replicas.both)
+    resolved = config.model_copy(
+        update={
+            "served_model_name": config.served_name,
+            "dtype": engine.model.dtype,
+            "scheduler": engine.scheduler,
+            "kv_cache": engine.cache,
+            "threads_per_replica": engine.parallel.num_threads,
+        }
+    )
+    return str(resolved.to_yaml())
+
+
+def _status(options: argparse.Namespace) -> int:
+    from cluster.status import fetch_status, format_status
+
+    status = fetch_status(options.host, options.port, options.api_key)
+    if options.json:
+        import json
+
+        print(json.dumps(status, indent=2))
+    else:
+        print(format_status(status))
+    return 0
+
+
+def _model(options: argparse.Namespace) -> int:
+    from cluster import model_store
+
+    print(model_store.resolve(options.name))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

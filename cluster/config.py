@@ -1,0 +1,161 @@
+"""PURE. `ClusterConfig`: one YAML for laptop and Kubernetes. Frozen, unknown keys refused with the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from replica.config import (
+    AdmissionConfig,
+    CacheConfig,
+    DType,
+    EngineConfig,
+    FrozenModel,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
+from replica.errors import ConfigError
+
+
+class ReplicasConfig(FrozenModel):
+    """How many data-parallel replicas of each role."""
+
+    both: int = Field(1, ge=1, le=1024, description="Replicas that prefill and decode.")
+
+
+class RouterConfig(FrozenModel):
+    """The routers and what they may hold."""
+
+    replicas: int = Field(1, ge=1, le=1024, description="Router processes behind the proxy.")
+    policy: Literal["least-tokens", "round-robin"] = Field("least-tokens", description="How a replica is chosen.")
+    max_queued_requests_per_replica: int = Field(64, ge=1, description="The queue cap of each replica, in sequences.")
+    admission_wait_ms: float = Field(100, ge=0, le=60_000, description="How long a router holds what no replica takes.")
+    max_held_requests: int = Field(1024, ge=0, description="Most requests a router holds at once.")
+
+
+class HttpConfig(FrozenModel):
+    """The HTTP edge."""
+
+    api_keys: tuple[str, ...] = Field((), description="Bearer keys; empty: no key is asked for.")
+    cors_allow_origins: tuple[str, ...] = Field(("*",), description="Origins whose pages may call.")
+    max_body_mib: float = Field(8, gt=0, description="Longest request body in MiB.")
+
+
+class ClusterConfig(FrozenModel):
+    """Everything `shoal serve`, `serve run cluster.app:build` and the Kubernetes manifest need."""
+
+    model: str = Field("smollm2-135m-instruct", description="A built-in name, a model folder, or a .gguf file.")
+    served_model_name: str | None = Field(None, description="Name clients use. auto: the model's own.")
+    dtype: DType = Field("auto", description="auto: bfloat16 where the device computes in it, else float32.")
+    max_model_len: int | None = Field(None, ge=16, description="Longest prompt + output. auto: the model's context.")
+    runner: Literal["torch", "fake"] = Field("torch", description="fake: no weights, tokens from a cost model.")
+    chat_template: str | None = Field(None, description="A Jinja template or the path of one, instead of the model's.")
+    replicas: ReplicasConfig = ReplicasConfig()
+    tensor_parallel_size: int = Field(1, ge=1, le=1, description="Ranks per replica. Only 1 until workers land.")
+    threads_per_replica: int | None = Field(None, ge=1, description="CPU threads of a runner. auto: cores / replicas.")
+    num_cpus_per_replica: float = Field(1, ge=0, description="CPUs Ray reserves for a replica.")
+    drain_s: float = Field(
+        30, ge=0, le=3600, description="How long a stopping replica lets requests end before it moves them."
+    )
+    longest_stream_s: float = Field(600, gt=0, description="How long a stopping router lets streams end.")
+    router: RouterConfig = RouterConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    kv_cache: CacheConfig = CacheConfig()
+    http: HttpConfig = HttpConfig()
+
+    @field_validator("model")
+    @classmethod
+    def _model_is_named(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError("is empty; give a built-in name, a model folder or a .gguf file")
+        return value
+
+    @property
+    def served_name(self) -> str:
+        """What clients ask for."""
+        return self.served_model_name or Path(self.model).name.removesuffix(".gguf")
+
+    def engine_config(self) -> EngineConfig:
+        """The part a replica needs; `auto` values stay open until the replica knows its hardware."""
+        return EngineConfig(
+            model=ModelConfig(model=self.model, dtype=self.dtype, max_model_len=self.max_model_len, runner=self.runner),
+            cache=self.kv_cache,
+            scheduler=self.scheduler,
+            admission=AdmissionConfig(max_queued_requests=self.router.max_queued_requests_per_replica),
+            parallel=ParallelConfig(
+                tensor_parallel_size=self.tensor_parallel_size, num_threads=self.threads_per_replica
+            ),
+        )
+
+    def to_yaml(self) -> str:
+        """YAML that `load` reads back to an equal object. Keys are never shown in full."""
+        data = self.model_dump(mode="json")
+        data["http"]["api_keys"] = ["***"] * len(self.http.api_keys)
+        return yaml.safe_dump(data, sort_keys=False)
+
+
+def load(source: Mapping[str, Any] | str | Path | None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
+    """Configuration from a mapping or a YAML file; `overrides` maps dotted keys to values and wins.
+
+    Raises ConfigError with one sentence per mistake: field, value, what is allowed.
+    """
+    data = _read(source)
+    for key, value in (overrides or {}).items():
+        _put(data, key, value)
+    try:
+        return ClusterConfig.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(item) for item in error.errors())) from None
+
+
+def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
+    if source is None:
+        return {}
+    if isinstance(source, Mapping):
+        return {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
+    path = Path(source)
+    try:
+        data = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict):
+        raise ConfigError(f"--config {path}: expected a mapping at the top, found {type(data).__name__}")
+    return data
+
+
+def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, last = dotted.split(".")
+    for parent in parents:
+        data = data.setdefault(parent, {})
+        if not isinstance(data, dict):
+            raise ConfigError(f"{dotted}: {parent} is not a section")
+    data[last] = value
+
+
+def _sentence(item: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        names = _fields_at(item["loc"][:-1])
+        close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(names)}"
+        return f"{place}: unknown key{hint}"
+    return f"{place}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})"
+
+
+def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    model: type[BaseModel] = ClusterConfig
+    for part in location:
+        annotation = model.model_fields[part].annotation
+        assert isinstance(annotation, type)
+        model = annotation
+    return list(model.model_fields)

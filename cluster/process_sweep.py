@@ -1,0 +1,81 @@
+"""PURE. After a SIGKILL of `shoal serve` some of Ray's processes stay for more than a minute; the next start ends them.
+
+The driver writes down its descendants (pid and start time, so that a reused pid is never mistaken); whoever starts next ends those
+whose driver is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+from pathlib import Path
+
+
+def run_folder() -> Path:
+    """Where drivers write their lists."""
+    return Path(os.environ.get("SHOAL_CACHE", Path.home() / ".cache" / "shoal")) / "run"
+
+
+def record_children(folder: Path | None = None) -> None:
+    """Write the descendants of this process down."""
+    folder = folder or run_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    me = os.getpid()
+    record = {"driver": [me, start_time(me)], "children": [[pid, start_time(pid)] for pid in descendants(me)]}
+    path = folder / f"{me}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(record))
+    temporary.rename(path)
+
+
+def sweep_orphans(folder: Path | None = None) -> list[str]:
+    """End what dead drivers left. Returns one line per driver that left something."""
+    lines = []
+    for path in sorted((folder or run_folder()).glob("*.json")):
+        try:
+            record = json.loads(path.read_text())
+            (driver, started), children = record["driver"], record["children"]
+        except (OSError, ValueError, KeyError, TypeError):
+            path.unlink(missing_ok=True)
+            continue
+        if start_time(driver) == started:
+            continue  # that cluster is alive
+        orphans = [pid for pid, began in children if began is not None and start_time(pid) == began]
+        for pid in orphans:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if orphans:
+            lines.append(f"ended {len(orphans)} processes that an earlier run left behind")
+        path.unlink(missing_ok=True)
+    return lines
+
+
+def start_time(pid: int) -> int | None:
+    """Clock ticks between boot and the start of `pid`; None if there is no such process."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields else None
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below `pid`, parents before children."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))):
+            parents.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, todo = [], [pid]
+    while todo:
+        children = parents.get(todo.pop(0), [])
+        found += children
+        todo += children
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of /proc/pid/stat after the command, state first; empty if the process is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()

@@ -1,0 +1,150 @@
+"""RAY. `shoal serve`: start or join Ray, deploy, say when it is ready, and take everything down on Ctrl-C or SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+from cluster.config import ClusterConfig
+from cluster.process_sweep import record_children, sweep_orphans
+from replica.errors import ConfigError, ShoalError
+
+logger = logging.getLogger(__name__)
+
+
+def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
+    """Blocks until a signal. Returns the exit code. Raises ConfigError or ShoalError before anything is left running."""
+    started = time.monotonic()
+    _check_port(host, port)
+    _set_environment(config)
+    for line in sweep_orphans():
+        _say(line)
+    with ThreadPoolExecutor(1) as pool:
+        # the model is fetched and converted while Ray starts: both take seconds
+        model = pool.submit(_prepare_model, config)
+        import ray
+        from ray import serve
+
+        attached = _start_ray(config)
+        try:
+            model.result()
+            if not attached:
+                record_children()
+            _deploy(config, host, port)
+            _say(
+                f"ready after {time.monotonic() - started:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)"
+            )
+            _wait_for_signal()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            _say("stopping: streams end or move, then the processes go")
+            from cluster.app import APP_NAME
+
+            if attached:
+                serve.delete(APP_NAME)
+            else:
+                serve.shutdown()
+            ray.shutdown()
+    return 0
+
+
+def _prepare_model(config: ClusterConfig) -> None:
+    from cluster import model_store
+
+    model_store.resolve(config.model)
+
+
+def _start_ray(config: ClusterConfig) -> bool:
+    """True if an existing Ray (RAY_ADDRESS) was joined, False if one was started here."""
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        _say(f"joining Ray at {address}")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        return True
+    _say("starting Ray")
+    needed = config.replicas.both * config.num_cpus_per_replica + config.router.replicas + 1
+    ray.init(
+        address="local",
+        num_cpus=max(os.cpu_count() or 1, int(needed)),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        object_store_memory=100 << 20,  # nothing of ours goes through it
+        _node_ip_address="127.0.0.1",
+    )
+    return False
+
+
+def _deploy(config: ClusterConfig, host: str, port: int) -> None:
+    from ray import serve
+    from ray.serve.config import HTTPOptions, ProxyLocation
+
+    from cluster.app import APP_NAME, build_from
+
+    serve.start(
+        proxy_location=ProxyLocation.HeadOnly,
+        http_options=HTTPOptions(host=host, port=port, request_timeout_s=None, keep_alive_timeout_s=90),
+    )
+    _say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
+    try:
+        serve.run(build_from(config), name=APP_NAME, route_prefix="/", blocking=False)
+    except RuntimeError as error:
+        raise ShoalError(f"the application did not start: {error}\n{_why(APP_NAME)}") from None
+
+
+def _why(app_name: str) -> str:
+    """What Serve knows of the failure: the constructor's error is there and nowhere else."""
+    from ray import serve
+
+    application = serve.status().applications.get(app_name)
+    if application is None:
+        return ""
+    messages = [application.message, *(d.message for d in application.deployments.values())]
+    return "\n".join(message for message in messages if message)
+
+
+def _set_environment(config: ClusterConfig) -> None:
+    """Before `ray` is imported: Serve reads these when its modules load, in this process and in every one it starts."""
+    from cluster.serve_env import SERVE_ENV
+
+    for name, value in SERVE_ENV.items():
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+
+
+def _check_port(host: str, port: int) -> None:
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port: {port} is not a port; allowed are 1 to 65535")
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error.strerror}") from None
+
+
+def _wait_for_signal() -> None:
+    """Ray installs its own handlers in `init`; ours come after, so that `finally` above always runs."""
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    stop.wait()
+
+
+def _say(line: str) -> None:
+    print(f"shoal: {line}", file=sys.stderr, flush=True)

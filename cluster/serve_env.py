@@ -1,0 +1,9 @@
+"""PURE. Environment that Serve reads when its processes start. Chosen by measurement: `docs/architecture.md`, "Ray Serve settings"."""
+
+from __future__ import annotations
+
+SERVE_ENV = {
+    "RAY_SERVE_PROXY_USE_GRPC": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}

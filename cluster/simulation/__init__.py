@@ -1,0 +1,1 @@
+"""PURE. Virtual time around the production objects: the same dispatcher and engine core, no Ray, sockets or torch."""

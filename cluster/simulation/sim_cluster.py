@@ -1,0 +1,110 @@
+"""PURE. A whole cluster in virtual time: routers, replicas, the network between them, clients and faults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.simulation.event_queue import EventQueue, Rank
+from cluster.simulation.records import SimRecord, SimRequest
+from cluster.simulation.sim_replica import SimReplica
+from cluster.simulation.sim_router import SimRouter
+from replica.config import EngineConfig, FrozenModel
+from replica.fake_runner import CostModel, FakeModelRunner
+from replica.messages import DownMessage, ReplicaId, RouterId, UpMessage
+from router.dispatcher import Dispatcher, DispatcherConfig
+from router.placement import POLICIES
+
+
+class SimConfig(FrozenModel):
+    """Shape of a simulated cluster. `engine` must be resolved."""
+
+    engine: EngineConfig
+    num_replicas: int = 1
+    num_routers: int = 1
+    num_blocks: int = 4096
+    max_model_len: int = 8192
+    policy: str = "least-tokens"
+    admission_wait_s: float = 0.1
+    max_held_requests: int = 1024
+    network_delay_s: float = 0.0005
+    #: kill -9 to broken stream
+    death_notice_s: float = 0.015
+
+
+class SimCluster:
+    """Build it, `run` a workload, read the records. Same input, same output to the byte."""
+
+    def __init__(self, config: SimConfig, cost: CostModel | None = None) -> None:
+        self._config = config
+        self._cost = cost
+        self.events = EventQueue()
+        self.replicas: dict[ReplicaId, SimReplica] = {}
+        self.routers: dict[RouterId, SimRouter] = {}
+        for number in range(config.num_routers):
+            router_id = RouterId(f"router-{number}")
+            dispatcher = Dispatcher(
+                DispatcherConfig(admission_wait_s=config.admission_wait_s, max_held_requests=config.max_held_requests),
+                POLICIES[config.policy],
+            )
+            self.routers[router_id] = SimRouter(router_id, dispatcher, self.events, self._send_down)
+        for number in range(config.num_replicas):
+            self.add_replica(ReplicaId(f"replica-{number}"))
+
+    def add_replica(self, replica_id: ReplicaId) -> None:
+        """A replica comes up now."""
+        config = self._config
+        runner = FakeModelRunner(
+            num_blocks=config.num_blocks,
+            block_size=config.engine.cache.block_size,
+            max_model_len=config.max_model_len,
+            cost=self._cost,
+        )
+        replica = self.replicas[replica_id] = SimReplica(replica_id, config.engine, runner, self.events, self._send_up)
+        for router in self.routers.values():
+            router.add_replica(replica_id)
+            replica.connect(router.router_id)
+
+    def kill_at(self, time_s: float, replica_id: ReplicaId, replace_after_s: float | None = None) -> None:
+        """`kill -9` at `time_s`; with `replace_after_s` another replica comes up that much later."""
+        self.events.at(time_s, Rank.FAULT, lambda: self._kill(replica_id, replace_after_s))
+
+    def run(self, requests: Sequence[SimRequest], until_s: float = float("inf")) -> list[SimRecord]:
+        """Run until nothing is left to happen. One record per request, in the order given."""
+        routers = list(self.routers.values())
+        records = [SimRecord(request) for request in requests]
+        for record in records:
+            self._plan_client(record, routers[record.request.router % len(routers)])
+        self.events.run(until_s)
+        return records
+
+    def validate(self) -> None:
+        """All books of all parts. Raises AssertionError."""
+        for router in self.routers.values():
+            router.dispatcher.validate()
+        for replica in self.replicas.values():
+            replica.core.validate()
+
+    def _plan_client(self, record: SimRecord, router: SimRouter) -> None:
+        self.events.at(record.request.arrival_s, Rank.ARRIVAL, lambda: router.arrive(record))
+        if record.request.abort_at_s is not None:
+            self.events.at(record.request.abort_at_s, Rank.ARRIVAL, lambda: router.client_leaves(record))
+
+    def _send_down(self, router_id: RouterId, replica_id: ReplicaId, message: DownMessage) -> None:
+        replica = self.replicas[replica_id]
+        self.events.after(
+            self._config.network_delay_s, Rank.MESSAGE_DOWN, lambda: replica.receive(router_id, message)
+        )
+
+    def _send_up(self, replica_id: ReplicaId, router_id: RouterId, message: UpMessage) -> None:
+        router = self.routers[router_id]
+        self.events.after(self._config.network_delay_s, Rank.MESSAGE_UP, lambda: router.receive(replica_id, message))
+
+    def _kill(self, replica_id: ReplicaId, replace_after_s: float | None) -> None:
+        self.replicas.pop(replica_id).die()
+        for router in self.routers.values():
+            self.events.after(
+                self._config.death_notice_s, Rank.MESSAGE_UP, lambda router=router: router.replica_lost(replica_id)
+            )
+        if replace_after_s is not None:
+            successor = ReplicaId(f"{replica_id}'")
+            self.events.after(replace_after_s, Rank.FAULT, lambda: self.add_replica(successor))

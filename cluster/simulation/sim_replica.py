@@ -1,0 +1,87 @@
+"""PURE. A replica in virtual time: the production `EngineCore` with a fake runner whose steps take what the cost model says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.simulation.event_queue import EventQueue, Rank
+from replica.config import EngineConfig
+from replica.engine_core import EngineCore, RouterOutputs
+from replica.fake_runner import FakeModelRunner
+from replica.messages import Abort, DownMessage, ReplicaId, RouterId, SequenceOutput, StepOutput, Submit, UpMessage
+from replica.report_policy import ReportPolicy
+from replica.step import StepPlan, StepResult
+
+SendUp = Callable[[ReplicaId, RouterId, UpMessage], None]
+
+
+class SimReplica:
+    """Stands where `replica/engine.py` stands live. `send` delivers a message to a router after the network delay."""
+
+    def __init__(
+        self, replica_id: ReplicaId, config: EngineConfig, runner: FakeModelRunner, events: EventQueue, send: SendUp
+    ) -> None:
+        self.replica_id = replica_id
+        self.core = EngineCore(config, runner.info)
+        self.runner = runner
+        self.is_alive = True
+        self._events = events
+        self._send = send
+        self._reports = ReportPolicy()
+        self._is_busy = False
+        self._outputs: RouterOutputs = {}
+
+    def connect(self, router_id: RouterId) -> None:
+        """A router opened its stream."""
+        self._report(router_id, [])
+
+    def receive(self, router_id: RouterId, message: DownMessage) -> None:
+        """One message of a router."""
+        if not self.is_alive:
+            return
+        now = self._events.now
+        match message:
+            case Submit(request=request, epoch=epoch):
+                reply = self.core.submit(router_id, request, epoch, now)
+                if reply.refusal is not None:
+                    self._reports.refused(router_id)
+                self._send(self.replica_id, router_id, reply)
+            case Abort(request_id=request_id, indices=indices):
+                self.core.abort(router_id, request_id, now, indices)
+        self._start_soon()
+
+    def die(self) -> None:
+        """As by `kill -9`: nothing is sent any more."""
+        self.is_alive = False
+
+    def _start_soon(self) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            self._events.after(0.0, Rank.STEP_START, self._start_step)
+
+    def _start_step(self) -> None:
+        if not self.is_alive:
+            return
+        plan = self.core.schedule(self._events.now)
+        self._publish()
+        if plan is None:
+            self._is_busy = False
+            return
+        result = self.runner.execute(plan)
+        self._events.after(result.duration_s, Rank.STEP_END, lambda: self._end_step(plan, result))
+
+    def _end_step(self, plan: StepPlan, result: StepResult) -> None:
+        if not self.is_alive:
+            return
+        self._outputs = self.core.update(plan, result, self._events.now)
+        self._events.after(0.0, Rank.STEP_START, self._start_step)
+
+    def _publish(self) -> None:
+        outputs, self._outputs = self._outputs, {}
+        for router_id in self._reports.due(self._events.now, outputs):
+            self._report(router_id, outputs.get(router_id, []))
+
+    def _report(self, router_id: RouterId, outputs: list[SequenceOutput]) -> None:
+        now = self._events.now
+        self._send(self.replica_id, router_id, StepOutput(self.replica_id, self.core.load(now), outputs))
+        self._reports.sent(router_id, now)

@@ -1,0 +1,136 @@
+"""PURE. A router in virtual time: the production `Dispatcher`; clients are records instead of sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from cluster.simulation.event_queue import EventQueue, Rank
+from cluster.simulation.records import SimRecord
+from replica.messages import (
+    Abort,
+    DownMessage,
+    FinishReason,
+    GenerateRequest,
+    ReplicaId,
+    RequestId,
+    RouterId,
+    SamplingParams,
+    SequenceInput,
+    SequenceOutput,
+    StepOutput,
+    Submit,
+    SubmitReply,
+    UpMessage,
+)
+from router.dispatcher import Dispatch, Dispatcher, Fail, Instruction, Refuse, SendAbort
+from router.replica_view import ReplicaView
+
+SendDown = Callable[[RouterId, ReplicaId, DownMessage], None]
+
+
+class SimRouter:
+    """Stands where `router/live_backend.py` stands live."""
+
+    def __init__(self, router_id: RouterId, dispatcher: Dispatcher, events: EventQueue, send: SendDown) -> None:
+        self.router_id = router_id
+        self.dispatcher = dispatcher
+        self._events = events
+        self._send = send
+        self._records: dict[RequestId, SimRecord] = {}
+        self._timer_at: float | None = None
+
+    def add_replica(self, replica_id: ReplicaId) -> None:
+        """Serve told of a replica; it is connected with its first message."""
+        self.dispatcher.add_replica(ReplicaView(replica_id, "virtual", replica_id))
+
+    def arrive(self, record: SimRecord) -> None:
+        """A client's request."""
+        request = record.request
+        request_id = RequestId(request.request_id)
+        self._records[request_id] = record
+        self._carry_out(self.dispatcher.submit(request_id, 1, len(request.prompt_token_ids), self._events.now))
+
+    def client_leaves(self, record: SimRecord) -> None:
+        """The client closes its connection, if it is still there."""
+        if self._end(RequestId(record.request.request_id)) is not None:
+            record.aborted = True
+            self._carry_out(self.dispatcher.abort(RequestId(record.request.request_id)))
+
+    def receive(self, replica_id: ReplicaId, message: UpMessage) -> None:
+        """One message of a replica."""
+        now = self._events.now
+        view = self.dispatcher.views.get(replica_id)
+        if view is None:
+            return
+        match message:
+            case SubmitReply():
+                self._carry_out(
+                    self.dispatcher.on_reply(message.request_id, message.epoch, message.refusal, message.message, now)
+                )
+                self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
+            case StepOutput():
+                for output in message.outputs:
+                    if self.dispatcher.is_working_on(output.request_id, replica_id):
+                        self._token(output)
+                self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
+                if not view.is_connected:
+                    self._carry_out(self.dispatcher.on_connected(replica_id, now))
+
+    def replica_lost(self, replica_id: ReplicaId) -> None:
+        """The stream broke."""
+        self._carry_out(self.dispatcher.on_lost(replica_id, self._events.now))
+
+    def _token(self, output: SequenceOutput) -> None:
+        record = self._records[output.request_id]
+        record.token_ids += output.new_token_ids
+        record.token_times_s += [self._events.now] * len(output.new_token_ids)
+        if output.new_token_ids:
+            self.dispatcher.begun(output.request_id)
+        if output.finish_reason is FinishReason.MOVED:
+            self._carry_out(self.dispatcher.on_moved(output.request_id, self._events.now))
+        elif output.finish_reason is not None:
+            record.finish_reason = output.finish_reason
+            self.dispatcher.finish(output.request_id)
+            self._end(output.request_id)
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
+                    self._send(self.router_id, replica_id, Submit(self._request(request_id), epoch))
+                case SendAbort(request_id=request_id, replica_id=replica_id):
+                    self._send(self.router_id, replica_id, Abort(request_id))
+                case Refuse(request_id=request_id):
+                    if (record := self._end(request_id)) is not None:
+                        record.refusal = instruction.reason
+                        record.retry_after_s = instruction.retry_after_s
+                case Fail(request_id=request_id, message=message):
+                    if (record := self._end(request_id)) is not None:
+                        record.failure = message
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        deadline = self.dispatcher.next_deadline()
+        if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
+            self._timer_at = max(deadline, self._events.now)
+            self._events.at(self._timer_at, Rank.TIMER, self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer_at = None
+        self._carry_out(self.dispatcher.on_time(self._events.now))
+
+    def _request(self, request_id: RequestId) -> GenerateRequest:
+        record = self._records[request_id]
+        request = record.request
+        sampling = SamplingParams(
+            max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, ignore_eos=True
+        )
+        sequence = SequenceInput(0, request.prompt_token_ids, sampling, record.token_ids.copy())
+        return GenerateRequest(request_id, [sequence], order_key=(0.0, 0, request.arrival_s))
+
+    def _end(self, request_id: RequestId) -> SimRecord | None:
+        record = self._records.pop(request_id, None)
+        if record is not None:
+            record.num_ends += 1
+            record.ended_s = self._events.now
+        return record

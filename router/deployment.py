@@ -1,0 +1,108 @@
+"""RAY. The router as a Serve ingress deployment: HTTP edge, tokenizer, dispatcher and streams to replicas in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from replica.messages import RouterId
+from router import membership
+from router.app import create_app
+from router.app_settings import AppSettings
+from router.dispatcher import Dispatcher, DispatcherConfig
+from router.live_backend import LiveBackend
+from router.placement import POLICIES
+from router.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+#: model name -> folder on this node with tokenizer and configuration
+ModelSource = Callable[[str], Path]
+
+
+class Router:
+    """Plain class behind the deployment. Serve calls `__serve_build_asgi_app__` after the constructor."""
+
+    async def __init__(
+        self,
+        replicas: DeploymentHandle[Any],
+        model: str,
+        model_source: ModelSource,
+        settings: Mapping[str, Any],
+        dispatcher: Mapping[str, Any],
+        policy: str,
+        chat_template: str | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        folder = await loop.run_in_executor(None, model_source, model)
+        tokenizer = Tokenizer.from_folder(folder, chat_template)
+        self.settings = _complete(settings, tokenizer)
+        self.backend = LiveBackend(
+            Dispatcher(DispatcherConfig(**dispatcher), POLICIES[policy]),
+            RouterId(uuid.uuid4().hex),
+            self.settings.served_model_names[0],
+        )
+        self._app = create_app(self.settings, tokenizer, self.backend)
+        membership.LISTENERS.append((loop, self.backend.on_view))
+        # any call makes Serve build its router for the handle, and with it our observer
+        await replicas.broadcast("describe").results_async(return_exceptions=True)
+        gc.collect()
+        gc.freeze()
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return self._app
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts for tests."""
+        return {"pid": os.getpid(), **self.backend.status()}
+
+
+def _complete(settings: Mapping[str, Any], tokenizer: Tokenizer) -> AppSettings:
+    """Fill what the configuration left open from the model's own files."""
+    facts = tokenizer.facts
+    filled: dict[str, Any] = dict(settings)
+    own = facts.max_model_len
+    if filled.get("max_model_len") is None:
+        filled["max_model_len"] = own or 8192
+    filled.setdefault("vocab_size", facts.vocab_size or tokenizer.num_tokens)
+    defaults = facts.generation_defaults
+    for name, value in (
+        ("default_temperature", defaults.temperature),
+        ("default_top_p", defaults.top_p),
+        ("default_top_k", defaults.top_k),
+    ):
+        if value is not None:
+            filled.setdefault(name, value)
+    return AppSettings.model_validate(filled)
+
+
+def router_deployment(
+    replicas: serve.Application,
+    *,
+    num_routers: int,
+    longest_stream_s: float,
+    env_vars: dict[str, str],
+    **kwargs: Any,
+) -> serve.Application:
+    """The ingress node of the Serve application. `kwargs` go to `Router`; options: `docs/architecture.md`."""
+    deployment = serve.deployment(
+        serve.ingress()(Router),
+        name="Router",
+        num_replicas=num_routers,
+        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": env_vars}},
+        health_check_period_s=1,
+        health_check_timeout_s=10,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=longest_stream_s,
+        max_ongoing_requests=100_000,
+    )
+    return deployment.bind(replicas, **kwargs)

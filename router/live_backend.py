@@ -1,0 +1,269 @@
+"""ASYNC. The router's shell: carries out what `Dispatcher` decides, over one gRPC stream per replica."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from replica.errors import EngineError, NeverFitsError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
+from replica.messages import (
+    Abort,
+    Draining,
+    FinishReason,
+    GenerateRequest,
+    RefusalReason,
+    ReplicaId,
+    RequestId,
+    RouterId,
+    SequenceOutput,
+    StepOutput,
+    Submit,
+    SubmitReply,
+    UpMessage,
+)
+from router.backend import Health
+from router.dispatcher import Dispatch, Dispatcher, Fail, Instruction, Refuse, SendAbort
+from router.engine_metrics import render_metrics
+from router.live_stream import LiveStream
+from router.replica_client import ReplicaClient
+from router.replica_view import ReplicaView
+
+logger = logging.getLogger(__name__)
+
+MakeClient = Callable[..., ReplicaClient]
+
+
+class LiveBackend:
+    """Implements `router.backend.Backend`. Everything runs on the event loop that made it."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        router_id: RouterId,
+        model_name: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        make_client: MakeClient = ReplicaClient,
+    ) -> None:
+        self.dispatcher = dispatcher
+        self.router_id = router_id
+        self._model_name = model_name
+        self._clock = clock
+        self._make_client = make_client
+        self._clients: dict[ReplicaId, ReplicaClient] = {}
+        self._known: dict[ReplicaId, Mapping[str, str]] = {}
+        self._streams: dict[RequestId, LiveStream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._refusals: dict[str, int] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    # ---- router.backend.Backend ----
+
+    async def generate(self, request: GenerateRequest) -> LiveStream:
+        stream = LiveStream(request, self._finish, self._abort)
+        self._streams[request.request_id] = stream
+        self._carry_out(
+            self.dispatcher.submit(request.request_id, len(request.sequences), request.num_prompt_tokens, self._clock())
+        )
+        try:
+            await stream.wait_first()
+        except asyncio.CancelledError:
+            stream.abort()
+            raise
+        return stream
+
+    def may_admit(self, num_sequences: int) -> None:
+        if self.dispatcher.is_certainly_full():
+            self._count_refusal(RefusalReason.QUEUE_FULL)
+            raise QueueFullError(
+                "the router holds as many requests as it may, and every queue is full", self.dispatcher.retry_after_s()
+            )
+
+    def health(self) -> Health:
+        now = self._clock()
+        up = [view for view in self.dispatcher.views.values() if view.is_placeable(now)]
+        return Health(bool(up), {"replicas_up": len(up), "replicas_known": len(self._known)})
+
+    def load(self) -> int:
+        return self.dispatcher.num_requests
+
+    def metrics_text(self) -> bytes:
+        return render_metrics(self.dispatcher, self._model_name, self.router_id, self._refusals)
+
+    def status(self) -> dict[str, object]:
+        now = self._clock()
+        replicas = []
+        for view in self.dispatcher.views.values():
+            load = view.load
+            replicas.append(
+                {
+                    "replica_id": view.replica_id,
+                    "address": view.address,
+                    "state": "draining" if view.is_draining else "up" if view.is_placeable(now) else "silent",
+                    "queued": load.num_queued,
+                    "queue_cap": load.queue_cap,
+                    "returning": load.num_returning,
+                    "running": load.num_running,
+                    "kv_blocks": load.num_blocks,
+                    "kv_blocks_free": load.num_free_blocks,
+                    "step": load.step,
+                    "counters": load.counters,
+                }
+            )
+        return {
+            "router_id": self.router_id,
+            "requests": self.dispatcher.num_requests,
+            "held": self.dispatcher.num_held,
+            "replicas": replicas,
+        }
+
+    # ---- membership: called on the loop with everyone that Serve says is running ----
+
+    def on_view(self, replicas: Mapping[str, Mapping[str, str]]) -> None:
+        """`replicas`: id -> metadata (address, incarnation, role). A drop means draining or dead: place nothing there, keep the stream."""
+        for name, metadata in replicas.items():
+            replica_id = ReplicaId(name)
+            if replica_id not in self._known and "address" in metadata:
+                self._known[replica_id] = metadata
+                self._clients[replica_id] = self._make_client(
+                    replica_id, metadata["address"], self.router_id, self._on_message, self._on_broken
+                )
+        for replica_id in [r for r in self._known if r not in replicas]:
+            del self._known[replica_id]
+            self._clients[replica_id].wants_reconnect = False
+            self.dispatcher.on_draining(replica_id)
+            if replica_id not in self.dispatcher.views:
+                self._drop_client(replica_id)  # it was not connected: nothing to wait for
+
+    async def close(self) -> None:
+        """End all streams to replicas; requests in flight fail."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for replica_id in list(self._clients):
+            self._drop_client(replica_id)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    # ---- what replicas say ----
+
+    def _on_message(self, replica_id: ReplicaId, message: UpMessage) -> None:
+        now = self._clock()
+        if replica_id not in self.dispatcher.views and replica_id in self._known:
+            metadata = self._known[replica_id]
+            self.dispatcher.add_replica(ReplicaView(replica_id, metadata["address"], metadata.get("incarnation", "")))
+        match message:
+            case StepOutput():
+                self._on_step(replica_id, message, now)
+            case SubmitReply():
+                self._carry_out(
+                    self.dispatcher.on_reply(message.request_id, message.epoch, message.refusal, message.message, now)
+                )
+                self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
+            case Draining():
+                self.dispatcher.on_draining(replica_id)
+
+    def _on_step(self, replica_id: ReplicaId, message: StepOutput, now: float) -> None:
+        view = self.dispatcher.views.get(replica_id)
+        if view is None:
+            return
+        by_request: dict[RequestId, list[SequenceOutput]] = {}
+        for output in message.outputs:
+            by_request.setdefault(output.request_id, []).append(output)
+        for request_id, outputs in by_request.items():
+            stream = self._streams.get(request_id)
+            if stream is not None and self.dispatcher.is_working_on(request_id, replica_id):
+                self._deliver(stream, outputs, now)
+        self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
+        if not view.is_connected:
+            self._carry_out(self.dispatcher.on_connected(replica_id, now))
+
+    def _deliver(self, stream: LiveStream, outputs: list[SequenceOutput], now: float) -> None:
+        request_id = stream.request.request_id
+        moved = [output for output in outputs if output.finish_reason is FinishReason.MOVED]
+        kept = [output for output in outputs if output.finish_reason is not FinishReason.MOVED]
+        if any(output.finish_reason is FinishReason.ERROR for output in kept):
+            self._carry_out(self.dispatcher.abort(request_id))
+            self._end(request_id, EngineError("the replica failed while it generated this answer"))
+            return
+        if kept:
+            stream.push(kept)
+            self.dispatcher.begun(request_id)
+        if stream.is_finished:
+            self.dispatcher.finish(request_id)
+            del self._streams[request_id]
+        elif moved:
+            self._carry_out(self.dispatcher.on_moved(request_id, now))
+
+    def _on_broken(self, replica_id: ReplicaId) -> None:
+        self._carry_out(self.dispatcher.on_lost(replica_id, self._clock()))
+        if replica_id not in self._known:
+            self._drop_client(replica_id)
+
+    def _drop_client(self, replica_id: ReplicaId) -> None:
+        client = self._clients.pop(replica_id, None)
+        if client is not None:
+            task = asyncio.create_task(client.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+    # ---- what clients do ----
+
+    def _finish(self, request_id: RequestId, indices: list[int]) -> None:
+        replica_id = self.dispatcher.replica_of(request_id)
+        if replica_id is not None and replica_id in self._clients:
+            self._clients[replica_id].send(Abort(request_id, indices))
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.is_finished:
+            self.dispatcher.finish(request_id)
+            del self._streams[request_id]
+
+    def _abort(self, request_id: RequestId) -> None:
+        if self._streams.pop(request_id, None) is not None:
+            self._carry_out(self.dispatcher.abort(request_id))
+
+    # ---- orders ----
+
+    def _carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            match instruction:
+                case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
+                    request = self._streams[request_id].to_submit()
+                    self._clients[replica_id].send(Submit(request, epoch))
+                case SendAbort(request_id=request_id, replica_id=replica_id):
+                    if replica_id in self._clients:
+                        self._clients[replica_id].send(Abort(request_id))
+                case Refuse(request_id=request_id):
+                    self._count_refusal(instruction.reason)
+                    self._end(request_id, _refusal(instruction))
+                case Fail(request_id=request_id, message=message):
+                    self._end(request_id, ReplicaLostError(message))
+        self._set_timer()
+
+    def _end(self, request_id: RequestId, error: ShoalError) -> None:
+        stream = self._streams.pop(request_id, None)
+        if stream is not None:
+            stream.fail(error)
+
+    def _set_timer(self) -> None:
+        deadline = self.dispatcher.next_deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self._clock()), self._on_time)
+
+    def _on_time(self) -> None:
+        self._timer = None
+        self._carry_out(self.dispatcher.on_time(self._clock()))
+
+    def _count_refusal(self, reason: RefusalReason) -> None:
+        self._refusals[reason.value] = self._refusals.get(reason.value, 0) + 1
+
+
+def _refusal(instruction: Refuse) -> ShoalError:
+    if instruction.reason is RefusalReason.NEVER_FITS:
+        return NeverFitsError(instruction.message, None)
+    if instruction.reason is RefusalReason.NO_REPLICA:
+        return NoReplicaError(instruction.message, instruction.retry_after_s)
+    return QueueFullError(instruction.message, instruction.retry_after_s)

@@ -1,0 +1,59 @@
+"""PURE. What this router believes about one replica, as of the last message from it."""
+
+from __future__ import annotations
+
+from replica.messages import ReplicaId, ReplicaLoad
+
+#: replicas report at least once a second; three missed reports and nothing new is placed there
+MAX_SILENCE_S = 3.0
+
+
+class ReplicaView:
+    """A dated belief. Exact but for what other routers did since the last message.
+
+    What was sent and not yet answered is added on top: the answer carries a load that already counts it.
+    """
+
+    __slots__ = (
+        "address",
+        "incarnation",
+        "is_connected",
+        "is_draining",
+        "load",
+        "load_at",
+        "num_placed",
+        "replica_id",
+        "unanswered_sequences",
+        "unanswered_tokens",
+    )
+
+    def __init__(self, replica_id: ReplicaId, address: str, incarnation: str) -> None:
+        self.replica_id = replica_id
+        self.address = address
+        self.incarnation = incarnation
+        self.is_connected = False
+        self.is_draining = False
+        self.load = ReplicaLoad()
+        self.load_at = float("-inf")
+        #: requests this router ever sent there; breaks ties
+        self.num_placed = 0
+        self.unanswered_sequences = 0
+        self.unanswered_tokens = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Connected and not on its way out."""
+        return self.is_connected and not self.is_draining
+
+    def is_placeable(self, now: float) -> bool:
+        """Open, and heard from lately: a replica that was stopped (SIGSTOP) or cut off keeps its stream for a while."""
+        return self.is_open and now - self.load_at <= MAX_SILENCE_S
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Work in tokens: prompts to compute, plus the contexts that each further step reads."""
+        return self.load.num_uncomputed_tokens + self.load.num_context_tokens + self.unanswered_tokens
+
+    def has_room_for(self, num_sequences: int) -> bool:
+        """Believed: the queue takes `num_sequences` more."""
+        return self.load.num_queued + self.unanswered_sequences + num_sequences <= self.load.queue_cap
