@@ -90,7 +90,9 @@ class SimCluster:
             self.events.at(record.request.abort_at_s, Rank.ARRIVAL, lambda: router.client_leaves(record))
 
     def _send_down(self, router_id: RouterId, replica_id: ReplicaId, message: DownMessage) -> None:
-        replica = self.replicas[replica_id]
+        replica = self.replicas.get(replica_id)
+        if replica is None:
+            return  # dead, and the router does not know yet: the bytes go nowhere
         self.events.after(
             self._config.network_delay_s, Rank.MESSAGE_DOWN, lambda: replica.receive(router_id, message)
         )

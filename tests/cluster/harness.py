@@ -1,0 +1,169 @@
+"""Engines, their gRPC services and routers in one process: the real data plane without Ray, with runners that a test controls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
+from replica.engine import Engine
+from replica.fake_runner import CostModel, FakeModelRunner
+from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput
+from replica.runner_thread import RunnerThread
+from replica.service import ReplicaService
+from replica.step import RunnerInfo, StepPlan, StepResult
+from router.dispatcher import Dispatcher, DispatcherConfig
+from router.live_backend import LiveBackend
+from router.live_stream import LiveStream
+from router.placement import least_tokens
+
+
+class GatedRunner:
+    """A fake runner that computes a step only when the test lets it: `gate` counts the steps it may still take."""
+
+    def __init__(self, runner: FakeModelRunner) -> None:
+        self._runner = runner
+        self.gate = threading.Semaphore(0)
+        self.is_open = False
+        self.fail_next = False
+        self.plans: list[StepPlan] = []
+
+    @property
+    def info(self) -> RunnerInfo:
+        return self._runner.info
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        if not self.is_open:
+            self.gate.acquire()
+        if self.fail_next:
+            self.fail_next = False
+            raise RuntimeError("the device is on fire")
+        return self._runner.execute(plan)
+
+    def open(self) -> None:
+        """From now on every step runs at once."""
+        self.is_open = True
+        self.gate.release(1000)
+
+    def close(self) -> None:
+        self._runner.close()
+
+
+class ReplicaUnderTest:
+    """One engine with its service."""
+
+    def __init__(self, name: str, config: EngineConfig, num_blocks: int, is_open: bool) -> None:
+        self.name = name
+        fake = FakeModelRunner(num_blocks=num_blocks, block_size=config.cache.block_size, cost=CostModel(0, 0, 0, 0))
+        self.runner = GatedRunner(fake)
+        if is_open:
+            self.runner.open()
+        self.engine = Engine(config, RunnerThread(lambda: self.runner), incarnation=name)
+
+    async def start(self) -> None:
+        await self.engine.start()
+        self.service = ReplicaService(self.engine)
+        self.address = await self.service.start("127.0.0.1")
+
+    async def die(self) -> None:
+        """Cut every stream at once, as a killed process would."""
+        await self.service.stop(0)
+
+    async def close(self) -> None:
+        self.runner.open()
+        await self.service.stop(0)
+        await self.engine.close()
+
+
+class ClusterUnderTest:
+    """Replicas and routers, connected."""
+
+    def __init__(self, replicas: list[ReplicaUnderTest], routers: list[LiveBackend]) -> None:
+        self.replicas = replicas
+        self.routers = routers
+
+    def publish_view(self, *absent: str) -> None:
+        """What Serve's membership would tell every router: all replicas but `absent`."""
+        view = {
+            replica.name: {"address": replica.address, "incarnation": replica.name}
+            for replica in self.replicas
+            if replica.name not in absent
+        }
+        for router in self.routers:
+            router.on_view(view)
+
+
+@asynccontextmanager
+async def cluster(
+    num_replicas: int = 1,
+    num_routers: int = 1,
+    *,
+    is_open: bool = True,
+    cap: int = 64,
+    max_num_seqs: int = 8,
+    num_blocks: int = 256,
+    dispatcher: DispatcherConfig = DispatcherConfig(),
+) -> AsyncIterator[ClusterUnderTest]:
+    """Everything up and connected; everything down at the end, whatever the test did."""
+    config = EngineConfig(
+        cache=CacheConfig(block_size=8),
+        scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
+        admission=AdmissionConfig(max_queued_requests=cap),
+    )
+    replicas = [ReplicaUnderTest(f"replica-{i}", config, num_blocks, is_open) for i in range(num_replicas)]
+    for replica in replicas:
+        await replica.start()
+    routers = [
+        LiveBackend(Dispatcher(dispatcher, least_tokens), RouterId(f"router-{i}"), "fake") for i in range(num_routers)
+    ]
+    under_test = ClusterUnderTest(replicas, routers)
+    try:
+        under_test.publish_view()
+        for router in routers:
+            await until(lambda router=router: router.health().detail["replicas_up"] == num_replicas)
+        yield under_test
+    finally:
+        for router in routers:
+            await router.close()
+        for replica in replicas:
+            with contextlib.suppress(Exception):
+                await replica.close()
+
+
+async def until(condition: object, timeout_s: float = 10.0) -> None:
+    """Give the loop turns until `condition()` holds. Fails loudly instead of hanging."""
+    assert callable(condition)
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await turn()
+
+
+async def turn() -> None:
+    """Let everything else on the loop run once; sockets and threads get a millisecond."""
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+    loop.call_later(0.001, done.set_result, None)
+    await done
+
+
+def request(name: str, prompt: list[int], max_tokens: int, *, n: int = 1, arrival: float = 0.0) -> GenerateRequest:
+    """A greedy request that runs to its length."""
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    return GenerateRequest(
+        RequestId(name),
+        [SequenceInput(index, prompt, sampling) for index in range(n)],
+        order_key=(0.0, 0, arrival),
+    )
+
+
+async def collect(stream: LiveStream) -> dict[int, list[int]]:
+    """All tokens by sequence index."""
+    tokens: dict[int, list[int]] = {}
+    async for events in stream:
+        for event in events:
+            tokens.setdefault(event.index, []).extend(event.token_ids)
+    return tokens
