@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
@@ -48,12 +50,31 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
             _say("stopping: streams end or move, then the processes go")
             from cluster.app import APP_NAME
 
-            if attached:
-                serve.delete(APP_NAME)
-            else:
-                serve.shutdown()
-            ray.shutdown()
+            with _quiet_stderr():
+                if attached:
+                    serve.delete(APP_NAME)
+                else:
+                    serve.shutdown()
+                ray.shutdown()
     return 0
+
+
+@contextlib.contextmanager
+def _quiet_stderr() -> Iterator[None]:
+    """Ray's core prints that the controller's last task failed, because it was killed: true, intended, and no news for anybody.
+
+    It writes to the descriptor from C++, so the descriptor is what has to be turned away.
+    """
+    sys.stderr.flush()
+    saved = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+        os.close(nowhere)
 
 
 def _prepare_model(config: ClusterConfig) -> None:
@@ -80,7 +101,6 @@ def _start_ray(config: ClusterConfig) -> bool:
         log_to_driver=False,
         logging_level=logging.WARNING,
         object_store_memory=100 << 20,  # nothing of ours goes through it
-        _node_ip_address="127.0.0.1",
     )
     return False
 
@@ -91,6 +111,7 @@ def _deploy(config: ClusterConfig, host: str, port: int) -> None:
 
     from cluster.app import APP_NAME, build_from
 
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # on their way to stderr they only interrupt our own lines
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port, request_timeout_s=None, keep_alive_timeout_s=90),
@@ -119,6 +140,9 @@ def _set_environment(config: ClusterConfig) -> None:
 
     for name, value in SERVE_ENV.items():
         os.environ.setdefault(name, value)
+    if not os.environ.get("RAY_ADDRESS"):
+        # one machine: Ray's own ports and our data plane listen on loopback (the switch is named after the systems it was made for)
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")
 

@@ -1,4 +1,4 @@
-"""PURE. `shoal status`: what one router knows of the replicas, as a table."""
+"""ASYNC. `shoal status`: what one router knows of the replicas, as a table."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from replica.messages import RouterId
@@ -53,8 +55,9 @@ class Router:
         )
         self._app = create_app(self.settings, tokenizer, self.backend)
         membership.LISTENERS.append((loop, self.backend.on_view))
-        # any call makes Serve build its router for the handle, and with it our observer
-        await replicas.broadcast("describe").results_async(return_exceptions=True)
+        # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no error
+        with contextlib.suppress(DeploymentUnavailableError):
+            await replicas.broadcast("describe").results_async(return_exceptions=True)
         gc.collect()
         gc.freeze()
 

@@ -1,4 +1,4 @@
-"""PURE. Prometheus text for what replicas tell: vLLM's names where vLLM has the figure, `shoal_` for ours.
+"""ASYNC. Prometheus text for what replicas tell: vLLM's names where vLLM has the figure, `shoal_` for ours.
 
 Counters come from the replicas, so every router exports the same ones; only the router's own carry a router label.
 """

@@ -28,8 +28,9 @@ CORPUS = [
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 EOS = 2
 TEMPLATE = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
@@ -56,6 +57,14 @@ def small_tokenizer() -> Tokenizer:
     return Tokenizer(byte_level_bpe(), ChatTemplate(TEMPLATE))
 
 
+class Gate(asyncio.Event):
+    """Opened by the test; `reached` tells the test that the stream waits at it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = asyncio.Event()
+
+
 class FakeStream:
     """Gives `steps` one by one. `gate` (if any) is awaited before each step, `error` raised after the last."""
 
@@ -63,7 +72,7 @@ class FakeStream:
         self,
         steps: list[list[TokenEvent]],
         error: Exception | None = None,
-        gates: dict[int, asyncio.Event] | None = None,
+        gates: dict[int, Gate] | None = None,
     ) -> None:
         self._steps = steps
         self._error = error
@@ -75,6 +84,7 @@ class FakeStream:
     async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
         for position, step in enumerate(self._steps):
             if position in self._gates:
+                self._gates[position].reached.set()
                 await self._gates[position].wait()
             self.num_given += 1
             yield step
@@ -117,7 +127,7 @@ class FakeBackend:
         self.refusal: ShoalError | None = None
         self.full: ShoalError | None = None
         self.error: Exception | None = None
-        self.gates: dict[int, asyncio.Event] = {}
+        self.gates: dict[int, Gate] = {}
         self.make_steps: Callable[[GenerateRequest], list[list[TokenEvent]]] | None = None
         self.is_ok = True
         self.admissions: list[int] = []

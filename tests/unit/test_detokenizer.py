@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import tokenizers
 from hypothesis import given
@@ -17,7 +19,7 @@ HARD_TEXT = "a🦙b 삼겹살 ď 👩‍👩‍👧  x   42\n\tend"
 
 def cut(ids: list[int], borders: list[int]) -> list[list[int]]:
     edges = [0, *sorted({min(border, len(ids)) for border in borders}), len(ids)]
-    return [ids[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [ids[start:end] for start, end in itertools.pairwise(edges)]
 
 
 def pieces_of(detokenizer: Detokenizer, steps: list[list[int]]) -> list[str]:

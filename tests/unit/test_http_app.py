@@ -192,7 +192,7 @@ def test_stop_string_over_token_borders(stop: Any, stream: bool) -> None:
 
 def test_tokens_of_the_same_step_after_a_stop_string_are_dropped() -> None:
     edge = Edge()
-    edge.backend.make_steps = lambda request: [[TokenEvent(0, edge.backend.token_ids + [EOS], FinishReason.STOP)]]
+    edge.backend.make_steps = lambda request: [[TokenEvent(0, [*edge.backend.token_ids, EOS], FinishReason.STOP)]]
     body = edge.complete(stop="two", max_tokens=40, return_token_ids=True).json()
     assert body["choices"][0]["text"] == " one "
     assert len(body["choices"][0]["token_ids"]) == body["usage"]["completion_tokens"] < len(edge.backend.token_ids)
@@ -219,7 +219,8 @@ def test_stop_of_one_choice_leaves_the_others_running() -> None:
         others = one_token_steps([second], ids(" five six seven"), True)
         length = max(len(mine), len(others))
         return [
-            sum((part[position] for part in (mine, others) if position < len(part)), []) for position in range(length)
+            [event for part in (mine, others) for step in part[position : position + 1] for event in step]
+            for position in range(length)
         ]
 
     edge = Edge()
@@ -279,7 +280,7 @@ def test_token_ids_on_demand() -> None:
     assert body["token_ids"] == [*edge.backend.token_ids, EOS]
     assert body["prompt_token_ids"] == small_tokenizer().encode("The sky")
     chunks = events(edge.complete(return_token_ids=True, max_tokens=40, stream=True))[:-1]
-    assert sum((chunk["choices"][0]["token_ids"] for chunk in chunks), []) == body["token_ids"]
+    assert [token_id for chunk in chunks for token_id in chunk["choices"][0]["token_ids"]] == body["token_ids"]
     assert [("prompt_token_ids" in chunk["choices"][0]) for chunk in chunks] == [True] + [False] * (len(chunks) - 1)
     chat = edge.chat(return_token_ids=True).json()
     assert chat["prompt_token_ids"] == edge.backend.requests[-1].sequences[0].prompt_token_ids

@@ -59,7 +59,7 @@ def groups(service: Document) -> Iterator[tuple[str, Document]]:
 
 
 def as_json_schema(schema: Any) -> Any:
-    """A structural CRD schema as plain JSON schema that refuses unknown fields, as the API server does in strict mode."""
+    """A structural CRD schema as plain JSON schema that refuses unknown fields, as a strict API server does."""
     if isinstance(schema, list):
         return [as_json_schema(item) for item in schema]
     if not isinstance(schema, dict):

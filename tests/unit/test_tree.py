@@ -17,7 +17,7 @@ import pytest
 from cluster import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-SKIPPED_FOLDERS = {".git", ".venv", "__pycache__", "build", "dist", ".cache", "node_modules"}
+SKIPPED_FOLDERS = {".git", ".venv", "__pycache__", "build", "dist", ".cache", ".hypothesis"}
 
 
 def project_files() -> list[Path]:

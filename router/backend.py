@@ -1,0 +1,89 @@
+"""ASYNC. The seam between the HTTP edge and what places requests on replicas.
+
+The HTTP edge (`router/app.py`) knows only these records and protocols: no replicas, no gRPC, no Ray. Tests put a fake
+here, the production router its dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+import msgspec
+
+from replica.messages import FinishReason, GenerateRequest
+
+
+class TokenEvent(msgspec.Struct, frozen=True, gc=False):
+    """New tokens of one sequence in one engine step. The last event of a sequence carries `finish_reason`.
+
+    A stop token (eos or one of `stop_token_ids`) that ended the sequence is the last of `token_ids`.
+    """
+
+    index: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    #: the stop token id that ended the sequence, None for eos
+    stop_reason: int | None = None
+    #: of the prompt, how many tokens came from the prefix cache
+    num_cached_tokens: int = 0
+
+
+class Health(msgspec.Struct, frozen=True):
+    """Whether a request sent now could be served. `detail` is plain JSON data."""
+
+    ok: bool
+    detail: dict[str, Any] = {}
+
+
+class GenerationStream(Protocol):
+    """One accepted request. Used from one event loop only."""
+
+    def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
+        """One list per engine step; ends after the last sequence has finished.
+
+        Raises a `ShoalError` (for example `ReplicaLostError`) when the request cannot be completed.
+        """
+        ...
+
+    def finish(self, index: int) -> None:
+        """A stop string was found: end this sequence at the replica. Events of it that still arrive are ignored by
+        the caller.
+        """
+        ...
+
+    def abort(self) -> None:
+        """The client went away or the request failed here. Idempotent, never raises, does not wait."""
+        ...
+
+
+class Backend(Protocol):
+    """Takes requests to replicas."""
+
+    async def generate(self, request: GenerateRequest) -> GenerationStream:
+        """Return once a replica has accepted `request` and its first event is there or about to be.
+
+        Raises `RefusedError`, `NeverFitsError` or another `ShoalError` before that. Cancelling the await aborts the
+        request.
+        """
+        ...
+
+    def may_admit(self, num_sequences: int) -> None:
+        """Cheap look before tokenization. Raises `RefusedError` when the request would certainly be refused."""
+        ...
+
+    def health(self) -> Health:
+        """The truth at this moment, from what the router knows; asks nobody."""
+        ...
+
+    def load(self) -> int:
+        """Requests in this router: held or accepted, and not ended."""
+        ...
+
+    def metrics_text(self) -> bytes:
+        """Replica and router metrics in Prometheus text format."""
+        ...
+
+    def status(self) -> dict[str, object]:
+        """Plain JSON data for `shoal status`."""
+        ...

@@ -1,0 +1,193 @@
+"""ASYNC. What surrounds every endpoint, as plain ASGI: request id, request counting, API keys; and bodies read with a
+limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import uuid
+from collections.abc import Coroutine
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.http_errors import ErrorResponse, HttpError, error_response
+from router.http_metrics import HttpMetrics
+
+REQUEST_ID_HEADER = b"x-request-id"
+MAX_REQUEST_ID_CHARS = 128
+#: A body over the limit is still read up to here before the answer: a client in the middle of an upload would see a
+#: reset, not 413.
+MAX_DISCARDED_BYTES = 64 << 20
+#: Probes and scrapers have no key.
+OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
+
+
+class ClientGoneError(Exception):
+    """The client went away; there is nobody to answer."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """The first header of this (lower-case) name."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+def route_path(scope: Scope) -> str:
+    """The path below the mount point (Serve's route prefix)."""
+    path, root = str(scope["path"]), str(scope.get("root_path", ""))
+    return path[len(root) :] if root and path.startswith(root) else path
+
+
+def request_id_of(scope: Scope) -> str:
+    """The client's `X-Request-Id` when it is 1 to 128 printable ASCII characters, else a new one.
+
+    It is only repeated to the client: ids inside the cluster are ours, so that two clients cannot collide.
+    """
+    value = header(scope, REQUEST_ID_HEADER)
+    if value is not None and 0 < len(value) <= MAX_REQUEST_ID_CHARS and all(0x20 <= byte < 0x7F for byte in value):
+        return value.decode("ascii")
+    return uuid.uuid4().hex
+
+
+class EdgeMiddleware:
+    """Outermost: puts `X-Request-Id` on every answer and counts answers by handler, method and status."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, handlers: frozenset[str], set_header: bool) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._handlers = handlers
+        self._set_header = set_header
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        id_header = (REQUEST_ID_HEADER, request_id_of(scope).encode("ascii"))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                if self._set_header:
+                    message["headers"] = [*message.get("headers", ()), id_header]
+                path = route_path(scope)
+                # the label's values must be few, whatever paths and methods clients invent
+                handler = path if path in self._handlers else "other"
+                method = scope["method"] if scope["method"] in ("GET", "POST", "OPTIONS", "HEAD") else "other"
+                self._metrics.answered(handler, method, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class ApiKeyMiddleware:
+    """401 without one of the keys, except on `OPEN_PATHS`. Keys are compared by digest, all of them, in constant
+    time.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [hashlib.sha256(key.encode("utf-8")).digest() for key in api_keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if (
+            scope["type"] != "http"
+            or route_path(scope) in OPEN_PATHS
+            or self._is_allowed(header(scope, b"authorization"))
+        ):
+            await self._app(scope, receive, send)
+            return
+        error = HttpError(
+            401,
+            "The API key is missing or wrong; allowed: a header 'Authorization: Bearer KEY' with a key of this server.",
+            "invalid_api_key",
+            {"www-authenticate": "Bearer"},
+        )
+        await send_error(send, error)
+
+    def _is_allowed(self, authorization: bytes | None) -> bool:
+        scheme, _, key = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            return False
+        digest = hashlib.sha256(key.strip()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return any(matches)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The request body. Raises `HttpError` 413 above `max_bytes`, before anything is parsed; `ClientGoneError` on a
+    disconnect.
+    """
+    declared = header(scope, b"content-length") or b"0"
+    num_declared = int(declared) if declared.isdigit() and len(declared) < 20 else 0
+    if num_declared > MAX_DISCARDED_BYTES:
+        raise _too_large(max_bytes)
+    parts: list[bytes] = []
+    num_bytes = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        num_bytes += len(part)
+        if num_bytes > MAX_DISCARDED_BYTES:
+            raise _too_large(max_bytes)
+        if num_bytes > max_bytes:
+            parts.clear()
+        elif part:
+            parts.append(part)
+        more = message.get("more_body", False)
+    if num_bytes > max_bytes:
+        raise _too_large(max_bytes)
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> HttpError:
+    return HttpError(
+        413, f"The request body is too large; allowed: {max_bytes} bytes.", "request_too_large", {"connection": "close"}
+    )
+
+
+async def send_bytes(
+    send: Send, status: int, body: bytes, content_type: str, headers: dict[str, str] | None = None
+) -> None:
+    """One complete response."""
+    raw = [(b"content-type", content_type.encode("latin-1")), (b"content-length", b"%d" % len(body))]
+    raw += [(name.encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_error(send: Send, error: BaseException) -> ErrorResponse:
+    """The error as a complete response; returned for who wants to count it."""
+    response = error_response(error)
+    await send_bytes(send, response.status, response.body, "application/json", response.headers)
+    return response
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`, and cancel it as soon as the client goes away. Raises what `work` raises; a disconnect raises
+    nothing.
+
+    The body must have been read: the next message can then only be `http.disconnect`.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        if not task.done():
+            task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+    if not task.cancelled():
+        task.result()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
