@@ -37,9 +37,9 @@ class FreeList:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self._end = num_blocks  # sentinel: next of the last and previous of the first
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
+        self._end: int = num_blocks  # sentinel: next of the last and previous of the first
+        self._next: list[int] = [*range(1, num_blocks + 1), 0]
+        self._previous: list[int] = [num_blocks, *range(num_blocks)]
         self._size = num_blocks
 
     def __len__(self) -> int:

@@ -53,7 +53,7 @@ class Replica:
     `config` may hold `auto` values: they are resolved here, from the hardware of the node where the replica really runs.
     """
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: dict[str, Any],
         model_source: ModelSource,
@@ -100,7 +100,7 @@ class Replica:
             "block_size": info.block_size,
         }
 
-    async def __del__(self) -> None:  # type: ignore[misc]  # Serve awaits it: the only stop hook there is
+    async def __del__(self) -> None:  # Serve awaits it: the only stop hook there is
         if self._drained or not hasattr(self, "_service"):
             return  # the constructor failed, or Serve called before
         self._drained = True
@@ -129,7 +129,9 @@ def replica_deployment(
     """
     from ray.serve.config import RequestRouterConfig
 
-    deployment = serve.deployment(
+    # Serve checks and converts its options itself; its stubs do not know the plain-class form
+    decorate: Any = serve.deployment
+    deployment = decorate(
         Replica,
         name="Replica",
         num_replicas=num_replicas,
@@ -139,6 +141,7 @@ def replica_deployment(
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=drain_s + 10,
         max_ongoing_requests=1000,
-        request_router_config=RequestRouterConfig(request_router_class=request_router_class),
+        request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
-    return deployment.bind(config.model_dump(), model_source, drain_s, replicas_on_node, role.value)
+    application: serve.Application = deployment.bind(config.model_dump(), model_source, drain_s, replicas_on_node, role.value)
+    return application

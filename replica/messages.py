@@ -53,7 +53,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of plain records: positional on the wire, so new fields go at the end with a default."""
 
 
-class SamplingParams(_Message):
+class SamplingParams(_Message, frozen=True):
     """How to choose the tokens of one sequence. Already validated and resolved by the router."""
 
     max_tokens: int
@@ -69,7 +69,7 @@ class SamplingParams(_Message):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class SequenceInput(_Message):
+class SequenceInput(_Message, frozen=True):
     """One token stream of a request. `output_token_ids` is not empty when a stream is resumed."""
 
     index: int
@@ -78,7 +78,7 @@ class SequenceInput(_Message):
     output_token_ids: list[int] = []
 
 
-class GenerateRequest(_Message):
+class GenerateRequest(_Message, frozen=True):
     """What a router asks of a replica: accepted as a whole (all sequences) or refused as a whole."""
 
     request_id: RequestId
@@ -98,7 +98,7 @@ class GenerateRequest(_Message):
         return sum(len(sequence.prompt_token_ids) for sequence in self.sequences)
 
 
-class ReplicaLoad(_Message):
+class ReplicaLoad(_Message, frozen=True):
     """What a replica tells about itself with each message. Counts are sequences, tokens or blocks.
 
     `counters` only grow during an incarnation; their names are in `docs/metrics.md`.
@@ -122,7 +122,7 @@ class ReplicaLoad(_Message):
     counters: dict[str, float] = {}
 
 
-class SequenceOutput(_Message):
+class SequenceOutput(_Message, frozen=True):
     """New tokens of one sequence in one step; the last one carries `finish_reason`."""
 
     request_id: RequestId
@@ -135,7 +135,7 @@ class SequenceOutput(_Message):
     num_cached_tokens: int = 0
 
 
-class KVEvent(_Message):
+class KVEvent(_Message, frozen=True):
     """A change of the set of cached block hashes. `stored` and `removed` hold block hashes; `cleared` empties first."""
 
     stored: list[bytes] = []

@@ -38,7 +38,7 @@ class ReplicaService:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        handler = grpc.stream_stream_rpc_method_handler(self._connect)
+        handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._connect)
         service, method = METHOD.strip("/").split("/")
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))
 

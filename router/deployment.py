@@ -34,7 +34,7 @@ ModelSource = Callable[[str], Path]
 class Router:
     """Plain class behind the deployment. Serve calls `__serve_build_asgi_app__` after the constructor."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         replicas: DeploymentHandle[Any],
         model: str,
@@ -97,7 +97,8 @@ def router_deployment(
     **kwargs: Any,
 ) -> serve.Application:
     """The ingress node of the Serve application. `kwargs` go to `Router`; options: `docs/architecture.md`."""
-    deployment = serve.deployment(
+    decorate: Any = serve.deployment  # its stubs do not know the plain-class form
+    deployment = decorate(
         serve.ingress()(Router),
         name="Router",
         num_replicas=num_routers,
@@ -108,4 +109,5 @@ def router_deployment(
         graceful_shutdown_timeout_s=longest_stream_s,
         max_ongoing_requests=100_000,
     )
-    return deployment.bind(replicas, **kwargs)
+    application: serve.Application = deployment.bind(replicas, **kwargs)
+    return application

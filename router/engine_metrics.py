@@ -5,7 +5,7 @@ Counters come from the replicas, so every router exports the same ones; only the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -15,7 +15,7 @@ from replica.messages import ReplicaLoad
 from router.dispatcher import Dispatcher
 
 #: metric name, help text, how to read it from a load
-_GAUGES = (
+_GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in the running batch.", lambda load: load.num_running),
     (
         "vllm:num_requests_waiting",

@@ -70,7 +70,8 @@ class ReplicaClient:
         while True:
             heard = False
             async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
-                call = channel.stream_stream(METHOD)(self._outgoing(), metadata=(("router-id", self._router_id),))
+                connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
+                call = connect(self._outgoing(), metadata=(("router-id", self._router_id),))
                 try:
                     async for data in call:
                         heard = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from cluster.simulation.event_queue import EventQueue, Rank
 from cluster.simulation.records import SimRecord, SimRequest
@@ -104,9 +105,8 @@ class SimCluster:
     def _kill(self, replica_id: ReplicaId, replace_after_s: float | None) -> None:
         self.replicas.pop(replica_id).die()
         for router in self.routers.values():
-            self.events.after(
-                self._config.death_notice_s, Rank.MESSAGE_UP, lambda router=router: router.replica_lost(replica_id)
-            )
+            notice = partial(router.replica_lost, replica_id)
+            self.events.after(self._config.death_notice_s, Rank.MESSAGE_UP, notice)
         if replace_after_s is not None:
             successor = ReplicaId(f"{replica_id}'")
             self.events.after(replace_after_s, Rank.FAULT, lambda: self.add_replica(successor))

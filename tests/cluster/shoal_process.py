@@ -71,6 +71,8 @@ class ShoalProcess:
             self.process.send_signal(number)
         code = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
         wait_until(lambda: not self.survivors(), 10, "the end of every process that shoal serve started")
         return code
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -217,7 +218,8 @@ async def test_garbage_on_the_wire_cuts_the_link_and_nothing_else() -> None:
             async def garbage():  # type: ignore[no-untyped-def]
                 yield b"\xc1 not a message"
 
-            call = channel.stream_stream("/shoal.Replica/Connect")(garbage(), metadata=(("router-id", "stranger"),))
+            connect: Any = channel.stream_stream("/shoal.Replica/Connect")
+            call = connect(garbage(), metadata=(("router-id", "stranger"),))
             assert len([message async for message in call]) >= 1  # the load on connect, then the end
         stream = await c.routers[0].generate(request("q", [1], 5))
         assert await collect(stream) == {0: reference([1], 5)}

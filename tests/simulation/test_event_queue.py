@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -12,9 +13,10 @@ from cluster.simulation.event_queue import EventQueue, Rank
 def test_events_of_one_instant_run_by_rank_then_by_order_of_scheduling() -> None:
     ranks = list(Rank) * 3
     random.Random(3).shuffle(ranks)
-    events, seen = EventQueue(), []
+    events = EventQueue()
+    seen: list[tuple[Rank, int]] = []
     for number, rank in enumerate(ranks):
-        events.at(1.0, rank, lambda rank=rank, number=number: seen.append((rank, number)))
+        events.at(1.0, rank, partial(seen.append, (rank, number)))
     events.run()
     assert seen == sorted(seen)
     assert [rank for rank, _ in seen[::3]] == list(Rank)

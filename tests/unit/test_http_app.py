@@ -206,6 +206,22 @@ def test_stop_string_is_passed_over_before_min_tokens() -> None:
     assert Edge().complete(stop=" one", max_tokens=40).json()["choices"][0]["text"] == ""
 
 
+def test_stop_string_counts_from_the_first_token_after_min_tokens() -> None:
+    """As for eos: `min_tokens` tokens that do not end the choice come first, so the one that may is the next."""
+    ids = small_tokenizer().encode(TEXT)
+    needed = next(count for count in range(len(ids)) if " two" in small_tokenizer().decode(ids[:count]))
+    for min_tokens, text in ((needed - 1, " one"), (needed, TEXT)):
+        answer = Edge().complete(stop=" two", max_tokens=40, min_tokens=min_tokens).json()
+        assert answer["choices"][0]["text"] == text
+
+
+def test_usage_counts_each_prompt_and_its_cached_tokens_once() -> None:
+    edge = Edge()
+    usage = edge.complete(prompt=["one", "two three"], n=3).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}  # the fake says 4 for each sequence
+    assert usage["prompt_tokens"] == edge.backend.requests[0].num_prompt_tokens / 3
+
+
 def test_include_stop_str_in_output() -> None:
     answer = Edge().complete(stop="two", include_stop_str_in_output=True, max_tokens=40).json()["choices"][0]
     assert (answer["text"], answer["stop_reason"]) == (" one two", "two")

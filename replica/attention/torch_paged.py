@@ -1,0 +1,69 @@
+"""TORCH. Paged attention in plain torch operators: the fallback without a compiler, and the reference for other kernels.
+
+Invariance comes from constant shapes: queries are padded to tiles of 8 rows, keys are taken 64 at a time, and each tile
+goes through matrix products of one size, so the library underneath always takes the same path for a row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from replica.attention.contract import AttentionStep
+
+TILE = 8
+PIECE = 64
+
+
+class TorchPagedAttention:
+    """See `PagedAttention`. Works on any device; slow, since it gathers keys and values through copies."""
+
+    name = "torch"
+
+    def __call__(self, query: torch.Tensor, pool: torch.Tensor, layer: int, step: AttentionStep) -> torch.Tensor:
+        output = torch.empty_like(query)
+        starts = step.seq_start.tolist()
+        for i in range(len(starts) - 1):
+            rows = slice(starts[i], starts[i + 1])
+            output[rows] = self._sequence(query[rows], pool, layer, step.positions[rows], step.block_tables[i])
+        return output
+
+    def _sequence(
+        self, query: torch.Tensor, pool: torch.Tensor, layer: int, positions: torch.Tensor, blocks: torch.Tensor
+    ) -> torch.Tensor:
+        count, heads, dim = query.shape
+        kv_heads, block_size = pool.shape[1], pool.shape[4]
+        tiles, group = -(-count // TILE), heads // kv_heads
+        end = int(positions[-1]) + 1
+        padded = query.new_zeros((tiles * TILE, heads, dim), dtype=torch.float32)
+        padded[:count] = query.float()
+        # [kv_heads, tiles, TILE * group, dim]
+        q = padded.view(tiles, TILE, kv_heads, group, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, tiles, TILE * group, dim)
+        limit = positions.new_full((tiles * TILE,), end - 1)
+        limit[:count] = positions
+        limit = limit.view(tiles, TILE, 1).expand(tiles, TILE, group).reshape(tiles, TILE * group, 1)
+        keys, values = _gather(pool, layer, blocks[: -(-end // block_size)], -(-end // PIECE) * PIECE)
+
+        top = q.new_full((kv_heads, tiles, TILE * group, 1), -torch.inf)
+        total, acc = torch.zeros_like(top), torch.zeros_like(q)
+        for first in range(0, end, PIECE):
+            k, v = keys[:, None, first : first + PIECE], values[:, None, first : first + PIECE]
+            scores = torch.matmul(q, k.transpose(-1, -2).expand(-1, tiles, -1, -1)) * dim**-0.5
+            visible = torch.arange(first, first + PIECE, device=q.device) <= limit
+            scores = scores.masked_fill(~visible, -torch.inf)
+            new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
+            weights, shrink = (scores - new_top).exp(), (top - new_top).exp()
+            total = total * shrink + weights.sum(-1, keepdim=True)
+            acc = acc * shrink + torch.matmul(weights, v.expand(-1, tiles, -1, -1))
+            top = new_top
+        out = (acc / total).view(kv_heads, tiles, TILE, group, dim).permute(1, 2, 0, 3, 4).reshape(-1, heads, dim)
+        return out[:count].to(query.dtype)
+
+
+def _gather(pool: torch.Tensor, layer: int, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence and layer, float32 [kv_heads, length, dim], zeros after the last block."""
+    taken = pool[blocks.long(), :, layer].float()  # [blocks, kv_heads, 2, block_size, dim]
+    kv_heads, dim = taken.shape[1], taken.shape[-1]
+    flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :length]
+    padded = flat.new_zeros((2, kv_heads, length, dim))
+    padded[:, :, : flat.shape[2]] = flat
+    return padded[0], padded[1]

@@ -1,0 +1,1 @@
+"""TORCH. Model families. A family turns a config and a folder of tensors into a `Decoder`."""

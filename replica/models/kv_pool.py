@@ -1,0 +1,51 @@
+"""TORCH. The replica's KV memory: one tensor, one contiguous slab per block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from replica.errors import ConfigError
+from replica.models.decoder import DecoderConfig
+
+GIB = 1 << 30
+
+
+def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block: K and V of `block_size` tokens over all layers."""
+    return config.num_kv_heads * config.num_layers * 2 * block_size * config.head_dim * dtype.itemsize
+
+
+def count_blocks(config: DecoderConfig, block_size: int, dtype: torch.dtype, gib: float) -> int:
+    """How many blocks fit `gib`. Raises ConfigError when fewer than 2 do."""
+    size = block_bytes(config, block_size, dtype)
+    count = int(gib * GIB // size)
+    if count < 2:
+        raise ConfigError(f"cache.kv_cache_gib={gib} holds {count} blocks of {size} bytes; at least 2 are needed")
+    return count
+
+
+def allocate(
+    config: DecoderConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    advise: Callable[[int, int], None] | None = None,
+    layer_major: bool = False,
+) -> torch.Tensor:
+    """Zeroed pool, seen as [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] in either memory order.
+
+    Zeroing touches every page, so no step pays for a page fault; `advise(address, bytes)` runs before that.
+    `layer_major` stores [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; for comparison only.
+    """
+    heads, layers, dim = config.num_kv_heads, config.num_layers, config.head_dim
+    if layer_major:
+        memory = torch.empty((layers, 2, num_blocks, heads, block_size, dim), dtype=dtype)
+        pool = memory.permute(2, 3, 0, 1, 4, 5)
+    else:
+        memory = pool = torch.empty((num_blocks, heads, layers, 2, block_size, dim), dtype=dtype)
+    if advise is not None:
+        advise(memory.data_ptr(), memory.nbytes)
+    memory.zero_()
+    return pool

@@ -1,0 +1,144 @@
+"""TORCH. A Llama-type decoder whose whole step runs in the C++ kernels. torch only holds the memory."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from replica.input_batch import InputBatch
+from replica.models.decoder import DecoderConfig, rotary_tables
+from replica.native.library import Layer, Library, Model, Step
+from replica.weights import WeightReader
+
+PANEL = 32
+
+
+def why_not_native(config: DecoderConfig) -> str | None:
+    """A reason why the kernels cannot run this shape, or None."""
+    for name, value in (("hidden_size", config.hidden_size), ("head_dim", config.head_dim)):
+        if value % PANEL:
+            return f"{name}={value} is not a multiple of {PANEL}"
+    if config.intermediate_size % (PANEL // 2):
+        return f"intermediate_size={config.intermediate_size} is not a multiple of {PANEL // 2}"
+    return None
+
+
+def pack_panels(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] to panels of 32 outputs, as native/gemm.h reads them; outputs padded with zeros."""
+    padding = -weight.shape[0] % PANEL
+    if padding:
+        weight = torch.cat([weight, weight.new_zeros(padding, weight.shape[1])])
+    panels, k = weight.shape[0] // PANEL, weight.shape[1]
+    if weight.dtype == torch.bfloat16:
+        return weight.view(panels, PANEL, k // 2, 2).permute(0, 2, 1, 3).contiguous()
+    return weight.view(panels, PANEL, k).permute(0, 2, 1).contiguous()
+
+
+def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Rows of gate and up in turns of 16, so that one panel holds both halves of 16 products."""
+    half = PANEL // 2
+    k = gate.shape[1]
+    return torch.stack([gate.view(-1, half, k), up.view(-1, half, k)], dim=1).reshape(-1, k)
+
+
+class NativeDecoder:
+    """See `replica.models.decoder.Decoder`. Holds the KV pool by reference."""
+
+    def __init__(self, library: Library, reader: WeightReader, pool: torch.Tensor, max_len: int, threads: int) -> None:
+        config = reader.config
+        self._library = library
+        self._vocab_size = config.vocab_size
+        self.kernels = f"native {library.isa}"
+        self._keep: list[torch.Tensor] = [pool]
+        layers = (Layer * config.num_layers)()
+        for i, weights in enumerate(reader.layers()):
+            layers[i] = Layer(
+                self._packed(weights.qkv),
+                self._packed(weights.o),
+                self._packed(interleave_gate_up(weights.gate, weights.up)),
+                self._packed(weights.down),
+                self._held(weights.input_norm),
+                self._held(weights.post_norm),
+            )
+        self._model = self._describe(reader, pool, max_len, threads, layers)
+        self._logits = torch.empty((0, 0))
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def _describe(
+        self, reader: WeightReader, pool: torch.Tensor, max_len: int, threads: int, layers: ctypes.Array[Layer]
+    ) -> Model:
+        config = reader.config
+        cos, sin = rotary_tables(config, max_len)
+        block, head, layer, kv = pool.stride()[:4]
+        return Model(
+            hidden=config.hidden_size,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            is_bf16=int(pool.dtype == torch.bfloat16),
+            num_threads=threads,
+            block_size=pool.shape[4],
+            eps=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            embed=self._held(reader.embedding()),
+            head=self._packed(reader.head()),
+            final_norm=self._held(reader.final_norm()),
+            cos=self._held(cos),
+            sin=self._held(sin),
+            layers=layers,
+            kv=pool.data_ptr(),
+            block_stride=block,
+            head_stride=head,
+            layer_stride=layer,
+            kv_stride=kv,
+        )
+
+    def _held(self, tensor: torch.Tensor) -> int:
+        tensor = tensor.contiguous()
+        self._keep.append(tensor)
+        return tensor.data_ptr()
+
+    def _packed(self, weight: torch.Tensor) -> int:
+        packed = pack_panels(weight)
+        memory = torch.empty_like(packed)
+        self._library.use_huge_pages(memory.data_ptr(), memory.nbytes)
+        return self._held(memory.copy_(packed))
+
+    def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
+        """See `Decoder.forward`. One call into the kernels."""
+        num_tokens, num_samples = len(batch.token_ids), len(batch.sample_rows)
+        self._reserve(num_tokens, num_samples)
+        tokens = np.empty(num_samples, np.int32)
+        arrays = {
+            name: np.ascontiguousarray(getattr(batch, name))
+            for name in ("token_ids", "positions", "slots", "seq_start", "seq_slot", "block_tables", "sample_rows")
+            + ("temperature", "top_p", "top_k", "uniform", "masked_row", "masked_token")
+        }
+        step = Step(
+            num_tokens=num_tokens,
+            num_seqs=len(batch.seq_slot),
+            num_samples=num_samples,
+            num_masked=len(batch.masked_row),
+            logits_stride=self._logits.shape[1],
+            table_stride=batch.block_tables.shape[1],
+            logits=self._logits.data_ptr(),
+            tokens=tokens.ctypes.data,
+            scratch=(self._scratch.data_ptr() + 63) // 64 * 64,
+            **{name: array.ctypes.data for name, array in arrays.items()},
+        )
+        self._library.forward(self._model, step)
+        return tokens, self._logits[:num_samples, : self._vocab_size]
+
+    def _reserve(self, num_tokens: int, num_samples: int) -> None:
+        need = self._library.scratch_bytes(self._model, num_tokens, num_samples) + 64
+        if self._scratch.numel() < need:
+            self._scratch = torch.empty(need, dtype=torch.uint8)
+        if self._logits.shape[0] < num_samples:
+            width = (self._vocab_size + PANEL - 1) // PANEL * PANEL
+            self._logits = torch.empty((max(num_samples, 2 * self._logits.shape[0]), width))

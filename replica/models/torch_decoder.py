@@ -1,0 +1,120 @@
+"""TORCH. A Llama-type decoder in torch operators: the fallback without a compiler, and the base of the GPU path."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+
+from replica.attention.contract import AttentionStep, PagedAttention
+from replica.input_batch import InputBatch
+from replica.models.decoder import rotary_tables
+from replica.sampler import sample
+from replica.weights import WeightReader
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+
+# oneDNN takes another path for one row (torch 2.13, bf16: about 140 of 900,000 outputs differ at K = 1536; float32: nearly
+# all) and for 2 to 3 rows of a float32 weight packed for one row. Four rows and a weight packed for 32 gave one class for
+# 1..768 rows in both types; on a Zen 4 core four rows are also faster than one (11.6 against 13.3 ms a step).
+MIN_ROWS = 4
+_PACKED_FOR_ROWS = 32
+
+
+def _prepacked(weight: torch.Tensor) -> Linear:
+    """x -> x @ weight.T through oneDNN's own weight layout, 1.1 to 2.6 times as fast as F.linear."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+        return out
+
+    return linear
+
+
+def make_linear(weight: torch.Tensor) -> Linear:
+    """The fastest invariant linear for this device."""
+    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
+        return _prepacked(weight)
+    return lambda x: F.linear(x, weight)
+
+
+class TorchDecoder:
+    """See `replica.models.decoder.Decoder`. Residual and norms in float32, matrix products in the pool's dtype."""
+
+    def __init__(self, reader: WeightReader, pool: torch.Tensor, max_len: int, attention: PagedAttention) -> None:
+        self.config = reader.config
+        self.kernels = f"torch {torch.__version__}, attention {attention.name}"
+        self._pool = pool
+        self._attention = attention
+        self._layers = [
+            (make_linear(w.qkv), make_linear(w.o), make_linear(torch.cat([w.gate, w.up])), make_linear(w.down))
+            + (w.input_norm, w.post_norm)
+            for w in reader.layers()
+        ]
+        self._embedding = reader.embedding()
+        self._head = make_linear(reader.head())
+        self._final_norm = reader.final_norm()
+        self._cos, self._sin = rotary_tables(self.config, max_len)
+
+    def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
+        """See `Decoder.forward`."""
+        positions = torch.from_numpy(batch.positions).long()
+        step = AttentionStep(
+            seq_start=torch.from_numpy(batch.seq_start),
+            positions=positions,
+            block_tables=torch.from_numpy(batch.block_tables[batch.seq_slot]),
+        )
+        count = len(positions)
+        hidden = torch.zeros((max(count, MIN_ROWS), self.config.hidden_size))
+        hidden[:count] = self._embedding[torch.from_numpy(batch.token_ids).long()].float()
+        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        block, offset = np.divmod(batch.slots, self._pool.shape[4])
+        place = (torch.from_numpy(block), torch.from_numpy(offset))
+        for index in range(self.config.num_layers):
+            hidden = self._layer(index, hidden, count, cos, sin, place, step)
+        logits = self._logits(hidden[torch.from_numpy(batch.sample_rows).long()])
+        logits[torch.from_numpy(batch.masked_row).long(), torch.from_numpy(batch.masked_token).long()] = -torch.inf
+        tokens = sample(logits.numpy(), batch.temperature, batch.top_k, batch.top_p, batch.uniform)
+        return tokens, logits
+
+    def _layer(
+        self,
+        index: int,
+        hidden: torch.Tensor,
+        count: int,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        place: tuple[torch.Tensor, torch.Tensor],
+        step: AttentionStep,
+    ) -> torch.Tensor:
+        c = self.config
+        qkv_linear, o_linear, gate_up_linear, down_linear, input_norm, post_norm = self._layers[index]
+        qkv = qkv_linear(self._norm(hidden, input_norm))[:count].float()
+        q, k, v = qkv.view(count, -1, c.head_dim).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        self._pool[place[0], :, index, 0, place[1]] = _rotate(k, cos, sin).to(self._pool.dtype)
+        self._pool[place[0], :, index, 1, place[1]] = v.to(self._pool.dtype)
+        mixed = torch.zeros((len(hidden), c.q_dim), dtype=self._pool.dtype)
+        query = _rotate(q, cos, sin).to(self._pool.dtype)
+        mixed[:count] = self._attention(query, self._pool, index, step).reshape(count, -1)
+        hidden = hidden + o_linear(mixed).float()
+        gate, up = gate_up_linear(self._norm(hidden, post_norm)).float().chunk(2, dim=-1)
+        return hidden + down_linear((F.silu(gate) * up).to(self._pool.dtype)).float()
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return (x * scale * weight).to(self._pool.dtype)
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """float32 [rows, vocab]"""
+        count = len(rows)
+        padded = F.pad(self._norm(rows, self._final_norm), (0, 0, 0, max(0, MIN_ROWS - count)))
+        return self._head(padded)[:count].float()
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -1,0 +1,127 @@
+"""ASYNC (may wait for a compiler). The kernels' C interface as Python types. Field order here and in forward.cpp must agree; `ABI` guards it."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
+from functools import lru_cache
+
+from replica.native.builder import NativeUnavailableError, build
+
+ABI = 1
+
+
+class Layer(ctypes.Structure):
+    """Pointers to one layer's packed weights."""
+
+    _fields_ = [(name, c_void_p) for name in ("qkv", "o", "gate_up", "down", "input_norm", "post_norm")]
+
+
+class Model(ctypes.Structure):
+    """Everything that stays the same from step to step."""
+
+    _fields_ = [
+        *[
+            (name, c_int32)
+            for name in (
+                "hidden",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "intermediate",
+                "vocab",
+                "is_bf16",
+                "num_threads",
+                "block_size",
+            )
+        ],
+        ("eps", c_float),
+        ("scale", c_float),
+        *[(name, c_void_p) for name in ("embed", "head", "final_norm", "cos", "sin")],
+        ("layers", POINTER(Layer)),
+        ("kv", c_void_p),
+        *[(name, c_int64) for name in ("block_stride", "head_stride", "layer_stride", "kv_stride")],
+    ]
+
+
+class Step(ctypes.Structure):
+    """One step's inputs and outputs; see `replica.input_batch.InputBatch` for the shapes."""
+
+    _fields_ = [
+        *[
+            (name, c_int32)
+            for name in ("num_tokens", "num_seqs", "num_samples", "num_masked", "logits_stride", "padding")
+        ],
+        *[
+            (name, c_void_p)
+            for name in ("token_ids", "positions", "slots", "seq_start", "seq_slot", "block_tables")
+        ],
+        ("table_stride", c_int64),
+        *[
+            (name, c_void_p)
+            for name in (
+                "sample_rows",
+                "temperature",
+                "top_p",
+                "top_k",
+                "uniform",
+                "masked_row",
+                "masked_token",
+                "logits",
+                "tokens",
+                "scratch",
+            )
+        ],
+    ]
+
+
+class Library:
+    """The loaded kernels. Calls release the GIL for their whole length."""
+
+    def __init__(self, path: str) -> None:
+        lib = ctypes.CDLL(path)
+        lib.shoal_abi.restype = c_int32
+        if lib.shoal_abi() != ABI:
+            raise NativeUnavailableError(f"{path} has another interface version; remove it")
+        lib.shoal_isa.restype = c_char_p
+        lib.shoal_scratch_bytes.restype = c_int64
+        lib.shoal_scratch_bytes.argtypes = [POINTER(Model), c_int32, c_int32]
+        lib.shoal_forward.restype = None
+        lib.shoal_forward.argtypes = [POINTER(Model), POINTER(Step)]
+        lib.shoal_use_huge_pages.restype = None
+        lib.shoal_use_huge_pages.argtypes = [c_void_p, c_int64]
+        lib.shoal_sample.restype = c_int32
+        lib.shoal_sample.argtypes = [c_void_p, c_int32, c_float, c_int32, c_float, c_double]
+        self._lib = lib
+        self.isa: str = lib.shoal_isa().decode()
+
+    def scratch_bytes(self, model: Model, num_tokens: int, num_samples: int) -> int:
+        """Working memory `forward` needs for a step of this size."""
+        return int(self._lib.shoal_scratch_bytes(ctypes.byref(model), num_tokens, num_samples))
+
+    def forward(self, model: Model, step: Step) -> None:
+        """Run one step; all pointers must stay valid until it returns."""
+        self._lib.shoal_forward(ctypes.byref(model), ctypes.byref(step))
+
+    def use_huge_pages(self, address: int, num_bytes: int) -> None:
+        """Ask for huge pages; call before the memory is first touched."""
+        self._lib.shoal_use_huge_pages(address, num_bytes)
+
+    def sample(self, address: int, num: int, temperature: float, top_k: int, top_p: float, uniform: float) -> int:
+        """Token of one row of float32 logits at `address`."""
+        return int(self._lib.shoal_sample(address, num, temperature, top_k, top_p, uniform))
+
+
+@lru_cache(maxsize=1)
+def _load(path: str) -> Library:
+    return Library(path)
+
+
+def load() -> Library:
+    """The kernels, built if need be. Raises NativeUnavailableError with the reason."""
+    path = str(build())
+    try:
+        return _load(path)
+    except OSError as error:
+        raise NativeUnavailableError(f"cannot load {path}: {error}") from error

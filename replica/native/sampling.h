@@ -1,0 +1,118 @@
+// The token of one row from its logits: greedy, or inverse CDF over the distribution left by top-k, then top-p.
+#pragma once
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "vec.h"
+
+namespace shoal {
+
+// Lowest id among the largest logits.
+static inline int32_t argmax(const float* x, int n) {
+    float best = x[0];
+    int i = 0;
+    V top = splat(-INFINITY);
+    for (; i + LANES <= n; i += LANES) top = max(top, load(x + i));
+    best = max_lanes(top);
+    for (; i < n; i++) best = x[i] > best ? x[i] : best;
+    for (i = 0; i < n; i++)
+        if (x[i] == best) return i;
+    return 0;  // only NaN in the row
+}
+
+class Sampler {
+  public:
+    // temperature > 0; top_k 0 and top_p 1 mean off; uniform in [0, 1).
+    int32_t sample(const float* logits, int n, float temperature, int top_k, float top_p, double uniform) {
+        double total = weigh(logits, n, 1.0f / temperature);
+        const bool by_count = top_k > 0 && top_k < n;
+        if (!by_count && top_p >= 1.0f) return walk(n, uniform * total);
+        if (by_count) {
+            collect(n, [&](double) { return (int)kept_.size() >= top_k; });
+            if ((int)kept_.size() > top_k) kept_.resize(top_k);
+            total = 0;
+            for (auto& token : kept_) total += token.first;
+        } else {
+            collect(n, [&](double sum) { return sum >= top_p * total; });
+        }
+        if (top_p < 1.0f) total = keep_mass(top_p * total);
+        double target = uniform * total, sum = 0;
+        for (auto& token : kept_)
+            if ((sum += token.first) > target) return token.second;
+        return kept_.back().second;
+    }
+
+  private:
+    static constexpr int BLOCK = 1024;
+    std::vector<float> weights_;
+    std::vector<double> block_sums_;
+    std::vector<std::pair<float, int32_t>> kept_;
+
+    double weigh(const float* logits, int n, float inverse_temperature) {
+        weights_.resize((size_t)(n + LANES));
+        block_sums_.clear();
+        const float top = logits[argmax(logits, n)];
+        double total = 0;
+        for (int start = 0; start < n; start += BLOCK) {
+            V sum = V{};
+            const int stop = std::min(n, start + BLOCK);
+            for (int i = start; i < stop; i += LANES) {
+                float tail[LANES];
+                V x;
+                if (i + LANES <= n) x = load(logits + i);
+                else {
+                    for (int j = 0; j < LANES; j++) tail[j] = i + j < n ? logits[i + j] : -INFINITY;
+                    x = load(tail);
+                }
+                V w = exp((x - splat(top)) * splat(inverse_temperature));
+                store(weights_.data() + i, w);
+                sum = sum + w;
+            }
+            block_sums_.push_back(sum_lanes(sum));
+            total += block_sums_.back();
+        }
+        return total;
+    }
+
+    // First token, in id order, at which the running mass passes `target`.
+    int32_t walk(int n, double target) const {
+        double sum = 0;
+        size_t block = 0;
+        while (block + 1 < block_sums_.size() && sum + block_sums_[block] <= target) sum += block_sums_[block++];
+        int32_t last = 0;
+        for (int i = (int)block * BLOCK; i < n; i++) {
+            if (weights_[i] <= 0) continue;
+            last = i;
+            if ((sum += weights_[i]) > target) return i;
+        }
+        if (weights_[last] > 0) return last;
+        for (last = n - 1; last > 0 && weights_[last] <= 0; last--) {}
+        return last;
+    }
+
+    // The heaviest tokens, sorted (weight down, id up), at least as many as `enough(mass)` asks for. A full sort of 49,152
+    // tokens takes 3 ms; almost always the first threshold leaves a few dozen.
+    template <typename Enough> void collect(int n, const Enough& enough) {
+        for (float limit = 1.0f / 64; ; limit /= 256) {
+            kept_.clear();
+            double sum = 0;
+            if (limit < 1e-30f) limit = 0;
+            for (int i = 0; i < n; i++)
+                if (weights_[i] >= limit) kept_.emplace_back(weights_[i], i), sum += weights_[i];
+            if (limit == 0 || enough(sum)) break;
+        }
+        std::sort(kept_.begin(), kept_.end(), [](auto& a, auto& b) { return a.first != b.first ? a.first > b.first : a.second < b.second; });
+    }
+
+    // Shortest prefix of the kept tokens whose mass reaches `mass`; returns its mass.
+    double keep_mass(double mass) {
+        double sum = 0;
+        size_t count = 0;
+        while (count < kept_.size() && sum < mass) sum += kept_[count++].first;
+        kept_.resize(std::max<size_t>(1, count));
+        return count ? sum : kept_[0].first;
+    }
+};
+
+}  // namespace shoal
