@@ -9,7 +9,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -69,7 +70,7 @@ async def run_load(url: str, model: str, workload: Workload, headers: dict[str, 
 
         async def client() -> None:
             for prompt in prompts:  # one iterator for all clients: each takes the next
-                answers.append(await _ask(session, url, model, prompt, workload.output_len))
+                answers.append(await ask(session, url, model, prompt, workload.output_len))
 
         await asyncio.gather(*(client() for _ in range(workload.concurrency)))
         duration = time.perf_counter() - started
@@ -108,9 +109,15 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
     return {"p50": at(0.5), "p99": at(0.99), "max": 1000 * ordered[-1]}
 
 
-async def _ask(
-    session: aiohttp.ClientSession, url: str, model: str, prompt: list[int], output_len: int
+async def ask(
+    session: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: list[int],
+    output_len: int,
+    on_first_token: Callable[[], None] | None = None,
 ) -> Answer:
+    """One streamed completion of exactly `output_len` tokens; anything else is an error in the answer."""
     body = {
         "model": model,
         "prompt": prompt,
@@ -127,18 +134,24 @@ async def _ask(
                 answer.error = f"{response.status}: {(await response.text())[:200]}"
                 return answer
             async for line in response.content:
-                if not line.startswith(b"data: {"):
-                    continue
-                chunk = json.loads(line[6:])
-                if "error" in chunk:
-                    answer.error = str(chunk["error"])[:200]
+                if line.startswith(b"data: {") and not _take(answer, json.loads(line[6:]), on_first_token):
                     return answer
-                if chunk["choices"]:
-                    answer.token_times.append(time.perf_counter())
-                elif chunk.get("usage"):
-                    answer.num_tokens = chunk["usage"]["completion_tokens"]
     except aiohttp.ClientError as error:
         answer.error = repr(error)
     if not answer.error and answer.num_tokens != output_len:
         answer.error = f"{answer.num_tokens} tokens instead of {output_len}"
     return answer
+
+
+def _take(answer: Answer, chunk: dict[str, Any], on_first_token: Callable[[], None] | None) -> bool:
+    """Note one event. False: it was an error, the stream is over."""
+    if "error" in chunk:
+        answer.error = str(chunk["error"])[:200]
+        return False
+    if chunk["choices"]:
+        answer.token_times.append(time.perf_counter())
+        if len(answer.token_times) == 1 and on_first_token is not None:
+            on_first_token()
+    elif chunk.get("usage"):
+        answer.num_tokens = chunk["usage"]["completion_tokens"]
+    return True

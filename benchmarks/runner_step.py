@@ -2,8 +2,8 @@
 
     python -m benchmarks.runner_step --model MODEL [--context 192] [--dtype bfloat16] [--block-size 16] [--layer-major]
 
-Prints medians, best values and the floor: the same matrix products through torch's prepacked oneDNN linears, measured in
-turns with the steps, so that a noisy machine slows both alike.
+Prints medians, best values and the floor: the same matrix products through torch's prepacked oneDNN linears,
+measured in turns with the steps, so that a noisy machine slows both alike.
 """
 
 from __future__ import annotations
@@ -87,7 +87,12 @@ class Floor:
 
     def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
         hidden, inter = config.hidden_size, config.intermediate_size
-        shapes = [(hidden, config.q_dim + 2 * config.kv_dim), (config.q_dim, hidden), (hidden, 2 * inter), (inter, hidden)]
+        shapes = [
+            (hidden, config.q_dim + 2 * config.kv_dim),
+            (config.q_dim, hidden),
+            (hidden, 2 * inter),
+            (inter, hidden),
+        ]
         self._shapes = shapes * config.num_layers
         self._head = (hidden, config.vocab_size)
         self._dtype = dtype
@@ -144,7 +149,10 @@ def main() -> None:
     dtype = torch.float32 if "float32" in runner.info.description else torch.bfloat16
     with torch.inference_mode():
         floor = Floor(read_config(folder), dtype)
-        print(f"{'step':24s} {'median ms':>8s} {'best':>7s} {'tokens/s':>9s} {'GEMM floor':>10s} {'best':>8s} {'ratio':>8s}")
+        print(
+            f"{'step':24s} {'median ms':>8s} {'best':>7s} {'tokens/s':>9s}"
+            f" {'GEMM floor':>10s} {'best':>8s} {'ratio':>8s}"
+        )
         for batch in BATCHES:
             step = bench.decode(batch, options.context, options.steps + 2, options.temperature)
             pairs = [(step(), floor(batch, batch)) for _ in range(options.steps)][2:]

@@ -1,0 +1,159 @@
+"""Bit-equality between our own ways of computing: the same requests through engine core and real runner, scheduled differently.
+
+A way's result is, for each request, its tokens and a digest of the logits that each token was sampled from. Two ways are equal only
+if all digests are: one flipped bit anywhere shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
+from replica.engine_core import EngineCore
+from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput
+from replica.model_runner import TorchModelRunner
+
+ROUTER = RouterId("equality")
+
+
+class Item(msgspec.Struct, frozen=True):
+    """One request of the set."""
+
+    prompt: list[int]
+    sampling: SamplingParams
+
+
+class Trace(msgspec.Struct):
+    """What one request gave."""
+
+    tokens: list[int] = []
+    logits: list[bytes] = []
+
+
+class Way(msgspec.Struct, frozen=True):
+    """How to schedule: everything that must not matter."""
+
+    name: str
+    max_num_seqs: int = 64
+    token_budget: int = 512
+    #: blocks the core may use; the runner's pool is larger
+    num_blocks: int | None = None
+    prefix_caching: bool = False
+    #: run the whole set before, so that every prefix is found
+    warm: bool = False
+    #: two cores with a runner each, requests dealt out in turn
+    replicas: int = 1
+    #: submit each request with this share of its output already there, as after the loss of a replica
+    resume_at: float = 0.0
+
+
+WAYS = (
+    Way("one by one", max_num_seqs=1),
+    Way("batched"),
+    Way("32-token chunks", token_budget=32),
+    Way("warm prefix cache", prefix_caching=True, warm=True),
+    Way("preempted again and again", num_blocks=0, prefix_caching=True),
+    Way("2 replicas", replicas=2, prefix_caching=True),
+    Way("resumed half-way", resume_at=0.5, prefix_caching=True),
+)
+
+
+def make_items(num_prompts: int, num_tokens: int, seed: int = 11) -> list[Item]:
+    """Varied prompts: lengths 1 to 300, some sharing long prefixes; half greedy, half sampled in different ways."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(1000, 40000) for _ in range(160)]
+    items = []
+    for number in range(num_prompts):
+        length = rng.choice([1, 3, 15, 16, 17, 40, 64, 100, 180, 300])
+        own = [rng.randrange(1000, 40000) for _ in range(length)]
+        prompt = shared[: rng.choice([48, 100, 160])] + own[:40] if number % 4 == 3 else own
+        sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+        if number % 2:
+            sampling = SamplingParams(
+                max_tokens=num_tokens,
+                temperature=rng.choice([0.5, 0.8, 1.2]),
+                top_k=rng.choice([0, 5, 50]),
+                top_p=rng.choice([1.0, 0.9, 0.5]),
+                seed=rng.getrandbits(63),
+                ignore_eos=True,
+            )
+        items.append(Item(prompt, sampling))
+    return items
+
+
+def run_way(
+    way: Way, items: Sequence[Item], runners: Sequence[TorchModelRunner], outputs: Sequence[list[int]] | None = None
+) -> tuple[list[Trace], int]:
+    """Traces of all items, and how many preemptions it took. `outputs`: earlier tokens, for ways that resume."""
+    traces = [Trace() for _ in items]
+    preemptions = 0
+    for part in range(way.replicas):
+        mine = range(part, len(items), way.replicas)
+        core = make_core(way, items, runners[part])
+        if way.warm:
+            _drive(core, runners[part], items, mine, [Trace() for _ in items], way, None)
+        _drive(core, runners[part], items, mine, traces, way, outputs)
+        core.validate()
+        assert core.num_unfinished == 0
+        preemptions += core.scheduler.counters.preemptions
+    return traces, preemptions
+
+
+def make_core(way: Way, items: Sequence[Item], runner: TorchModelRunner) -> EngineCore:
+    """A core over `runner`; `num_blocks=0` gives a pool that holds only a bit more than the longest request."""
+    num_blocks = way.num_blocks
+    if num_blocks == 0:
+        longest = max(len(item.prompt) + item.sampling.max_tokens for item in items)
+        num_blocks = int(1.3 * longest / runner.info.block_size) + 1
+    info = msgspec.structs.replace(runner.info, num_blocks=num_blocks or runner.info.num_blocks)
+    config = EngineConfig(
+        cache=CacheConfig(enable_prefix_caching=way.prefix_caching),
+        scheduler=SchedulerConfig(max_num_seqs=way.max_num_seqs, max_num_batched_tokens=way.token_budget, watermark=0.0),
+        admission=AdmissionConfig(max_queued_requests=max(1, len(items))),
+    )
+    return EngineCore(config, info)
+
+
+def _drive(
+    core: EngineCore,
+    runner: TorchModelRunner,
+    items: Sequence[Item],
+    mine: Iterable[int],
+    traces: list[Trace],
+    way: Way,
+    outputs: Sequence[list[int]] | None,
+) -> None:
+    for number in mine:
+        item = items[number]
+        done = outputs[number][: int(way.resume_at * len(outputs[number]))] if outputs and way.resume_at else []
+        sequence = SequenceInput(0, item.prompt, item.sampling, list(done))
+        request = GenerateRequest(RequestId(str(number)), [sequence], order_key=(0.0, 0, float(number)))
+        reply = core.submit(ROUTER, request, 0, 0.0)
+        assert reply.refusal is None, reply.message
+    runner.capture_logits = True
+    while (plan := core.schedule(0.0)) is not None:
+        owner = {s.seq_id: int(s.request_id) for s in core.scheduler.running}
+        result = runner.execute(plan)
+        for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
+            trace = traces[owner[seq_id]]
+            trace.tokens.append(token_id)
+            trace.logits.append(hashlib.sha256(runner.last_logits[seq_id].numpy().tobytes()).digest())
+        runner.last_logits.clear()
+        core.update(plan, result, 0.0)
+
+
+def differences(reference: Sequence[Trace], other: Sequence[Trace], way: Way) -> list[str]:
+    """One line per request that differs in a token or in a bit of its logits."""
+    lines = []
+    for number, (a, b) in enumerate(zip(reference, other, strict=True)):
+        skip = int(way.resume_at * len(a.tokens))
+        if a.tokens[skip:] != b.tokens:
+            lines.append(f"{way.name}: request {number}: tokens differ")
+        elif a.logits[skip:] != b.logits:
+            at = next(i for i, (x, y) in enumerate(zip(a.logits[skip:], b.logits, strict=True)) if x != y)
+            lines.append(f"{way.name}: request {number}: logits differ from output position {skip + at} on")
+    return lines

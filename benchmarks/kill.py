@@ -1,0 +1,89 @@
+"""kill -9 of one of two replicas with the real model under load, seen by the clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from benchmarks import servers
+from benchmarks.load import ask
+from cluster.process_sweep import descendants
+
+
+class KillOutcome(msgspec.Struct, frozen=True):
+    """`num_errors` counts streams with an error or a wrong number of tokens."""
+
+    num_errors: int
+    num_unhealthy: int
+    replaced_after_s: float
+
+
+def measure(num_streams: int = 16, output_len: int = 60, runner: str = "torch") -> KillOutcome:
+    """A fresh cluster of two replicas; the kill comes when every stream has begun."""
+    with tempfile.TemporaryDirectory() as folder:
+        with servers.shoal(Path(folder), "--replicas", "2", "--runner", runner) as server:
+            return asyncio.run(_measure(server, num_streams, output_len))
+
+
+async def _measure(server: servers.Server, num_streams: int, output_len: int) -> KillOutcome:
+    victim = replica_pids(server.process.pid)[0]
+    all_begun = asyncio.Event()
+    num_begun = 0
+
+    def on_first() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        if num_begun == num_streams:
+            all_begun.set()
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+        await _until_up(session, server.url, 2)
+        streams = [
+            asyncio.create_task(ask(session, server.url, server.model, [1000 + n] * 20, output_len, on_first))
+            for n in range(num_streams)
+        ]
+        await all_begun.wait()
+        os.kill(victim, signal.SIGKILL)
+        killed = time.monotonic()
+        unhealthy = 0
+        while not all(stream.done() for stream in streams):
+            async with session.get(f"{server.url}/health") as response:
+                unhealthy += response.status != 200
+            await asyncio.sleep(0.05)
+        await _until_up(session, server.url, 2, not_pid=victim, root=server.process.pid)
+        replaced = time.monotonic() - killed
+    answers = [stream.result() for stream in streams]
+    return KillOutcome(sum(bool(answer.error) for answer in answers), unhealthy, replaced)
+
+
+async def _until_up(
+    session: aiohttp.ClientSession, url: str, count: int, not_pid: int | None = None, root: int = 0
+) -> None:
+    for _ in range(2400):
+        async with session.get(f"{url}/status") as response:
+            status = await response.json()
+        gone = not_pid is None or not_pid not in replica_pids(root)
+        if gone and sum(replica["state"] == "up" for replica in status["replicas"]) >= count:
+            return
+        await asyncio.sleep(0.05)
+    raise TimeoutError(f"{count} replicas were not up within two minutes")
+
+
+def replica_pids(root: int) -> list[int]:
+    """Serve replicas of our replica deployment below a `shoal serve` process."""
+    found = []
+    for pid in descendants(root):
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            continue
+        if b"ray::ServeReplica:shoal:Replica" in command:
+            found.append(pid)
+    return found

@@ -1,0 +1,154 @@
+"""The router's decisions under arbitrary replies, loads, losses, drains, aborts and time: each request ends exactly once."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.dispatcher import Dispatch, Dispatcher, DispatcherConfig, Fail, Instruction, Refuse, SendAbort
+from router.placement import least_tokens
+from router.replica_view import MAX_SILENCE_S, ReplicaView
+
+REPLICAS = [ReplicaId("x"), ReplicaId("y"), ReplicaId("z")]
+CAP = 3
+CONFIG = DispatcherConfig(admission_wait_s=1.0, max_held_requests=4, resume_wait_s=5.0, max_losses=3)
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dispatcher = Dispatcher(CONFIG, least_tokens)
+        self.now = 0.0
+        self.count = 0
+        #: request -> (replica, epoch) of the dispatch that has no answer yet, or None
+        self.alive: dict[RequestId, tuple[ReplicaId, int] | None] = {}
+        self.begun: set[RequestId] = set()
+        self.accepted: dict[RequestId, ReplicaId] = {}
+        self.held_since: dict[RequestId, float] = {}
+
+    def carry_out(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            request_id = instruction.request_id
+            match instruction:
+                case Dispatch(replica_id=replica_id, epoch=epoch):
+                    assert request_id in self.alive, "a request that ended is dispatched"
+                    assert self.alive[request_id] is None, "dispatched twice without an answer"
+                    assert request_id not in self.accepted
+                    view = self.dispatcher.views[replica_id]
+                    assert view.is_placeable(self.now)
+                    self.alive[request_id] = (replica_id, epoch)
+                case Refuse():
+                    assert request_id in self.alive
+                    assert request_id not in self.begun, "a refusal after the first byte"
+                    assert instruction.retry_after_s >= 1 or instruction.reason is RefusalReason.NEVER_FITS
+                    self.end(request_id)
+                case Fail():
+                    assert request_id in self.begun, "a stream that never began can still be refused properly"
+                    self.end(request_id)
+                case SendAbort():
+                    assert request_id not in self.alive
+
+    def end(self, request_id: RequestId) -> None:
+        del self.alive[request_id]
+        self.accepted.pop(request_id, None)
+        self.begun.discard(request_id)
+
+    @rule(n=st.integers(1, 3))
+    def submit(self, n: int) -> None:
+        request_id = RequestId(str(self.count))
+        self.count += 1
+        self.alive[request_id] = None
+        self.carry_out(self.dispatcher.submit(request_id, n, 10 * n, self.now))
+
+    @rule(replica_id=st.sampled_from(REPLICAS), queued=st.integers(0, CAP), tokens=st.integers(0, 99))
+    def load(self, replica_id: ReplicaId, queued: int, tokens: int) -> None:
+        load = ReplicaLoad(num_queued=queued, queue_cap=CAP, num_uncomputed_tokens=tokens, drain_rate=float(tokens))
+        self.carry_out(self.dispatcher.on_load(replica_id, load, self.now))
+
+    @rule(replica_id=st.sampled_from(REPLICAS))
+    def come_up(self, replica_id: ReplicaId) -> None:
+        if replica_id not in self.dispatcher.views:
+            self.dispatcher.add_replica(ReplicaView(replica_id, "a", "i"))
+            self.load(replica_id, 0, 0)
+            self.carry_out(self.dispatcher.on_connected(replica_id, self.now))
+
+    @rule(replica_id=st.sampled_from(REPLICAS))
+    def drain(self, replica_id: ReplicaId) -> None:
+        self.dispatcher.on_draining(replica_id)
+
+    @rule(replica_id=st.sampled_from(REPLICAS))
+    def lose(self, replica_id: ReplicaId) -> None:
+        for request_id, sent in list(self.alive.items()):
+            if sent is not None and sent[0] == replica_id:
+                self.alive[request_id] = None
+            if self.accepted.get(request_id) == replica_id:
+                del self.accepted[request_id]
+        self.carry_out(self.dispatcher.on_lost(replica_id, self.now))
+
+    @precondition(lambda self: any(self.alive.values()))
+    @rule(data=st.data(), refusal=st.sampled_from([None, None, *RefusalReason]), stale=st.booleans())
+    def reply(self, data: st.DataObject, refusal: RefusalReason | None, stale: bool) -> None:
+        request_id = data.draw(st.sampled_from(sorted(r for r, sent in self.alive.items() if sent)))
+        sent = self.alive[request_id]
+        assert sent is not None
+        if stale:  # an answer to an earlier attempt, delivered late
+            assert self.dispatcher.on_reply(request_id, sent[1] - 1, refusal, "", self.now) == []
+            return
+        self.alive[request_id] = None
+        if refusal is None:
+            self.accepted[request_id] = sent[0]
+        self.carry_out(self.dispatcher.on_reply(request_id, sent[1], refusal, "", self.now))
+
+    @precondition(lambda self: self.accepted)
+    @rule(data=st.data(), what=st.sampled_from(["token", "finish", "moved"]))
+    def progress(self, data: st.DataObject, what: str) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.accepted)))
+        assert self.dispatcher.is_working_on(request_id, self.accepted[request_id])
+        if what == "token":
+            self.begun.add(request_id)
+            self.dispatcher.begun(request_id)
+        elif what == "finish":
+            self.dispatcher.finish(request_id)
+            self.end(request_id)
+        else:
+            del self.accepted[request_id]
+            self.carry_out(self.dispatcher.on_moved(request_id, self.now))
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def client_leaves(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.alive)))
+        self.end(request_id)
+        self.carry_out(self.dispatcher.abort(request_id))
+        assert self.dispatcher.abort(request_id) == [], "the second abort is a no-op"
+
+    @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, MAX_SILENCE_S + 0.1]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.carry_out(self.dispatcher.on_time(self.now))
+        deadline = self.dispatcher.next_deadline()
+        assert deadline is None or deadline > self.now, "a deadline that passed was not acted on"
+
+    @invariant()
+    def books_agree(self) -> None:
+        self.dispatcher.validate()
+        assert self.dispatcher.num_requests == len(self.alive)
+        waiting = [r for r, sent in self.alive.items() if sent is None and r not in self.accepted]
+        assert self.dispatcher.num_held == len(waiting), "a request is neither held, sent nor accepted"
+        fresh = [request_id for request_id in waiting if request_id not in self.begun]
+        assert len(fresh) <= CONFIG.max_held_requests + len(self.begun)
+
+    def teardown(self) -> None:
+        """Whatever is held ends by time alone: nothing hangs."""
+        for replica_id in REPLICAS:
+            self.lose(replica_id)
+        for _ in range(3):
+            self.time_passes(10.0)
+        assert self.alive == {}
+        assert self.dispatcher.num_requests == self.dispatcher.num_held == 0
+
+
+TestDispatcherMachine = DispatcherMachine.TestCase
+TestDispatcherMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)

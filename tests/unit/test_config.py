@@ -1,0 +1,146 @@
+"""`ClusterConfig` and the command line: one sentence per mistake, with field, value and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cluster.cli import _parser, config_overrides, main
+from cluster.config import ClusterConfig, load
+from replica.config import CacheConfig, EngineConfig, FrozenModel, Hardware, ModelConfig, SchedulerConfig, resolve
+from replica.errors import ConfigError
+
+LAPTOP = Hardware(num_cores=2, memory_bytes=24 << 30, has_bfloat16=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"modle": "x"}, "modle: unknown key; did you mean 'model'?"),
+        ({"scheduler": {"max_num_seq": 4}}, "scheduler.max_num_seq: unknown key; did you mean 'max_num_seqs'?"),
+        ({"replicas": {"both": 0}}, "replicas.both: .*greater than or equal to 1.*got 0"),
+        ({"replicas": {"decode": 2}}, "replicas.decode: unknown key; known here: both"),
+        ({"scheduler": {"watermark": 1}}, "scheduler.watermark: .*less than 1.*got 1"),
+        ({"dtype": "float16"}, "dtype: .*'auto', 'bfloat16' or 'float32'.*got 'float16'"),
+        ({"model": " "}, "model: is empty"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size: .*less than or equal to 1.*got 2"),
+        ({"kv_cache": {"block_size": 0}}, "kv_cache.block_size: "),
+        ({"router": {"policy": "magic"}}, "router.policy: .*'least-tokens'.*got 'magic'"),
+    ],
+)
+def test_a_mistake_is_named_with_its_field_and_value(data: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load(data)
+
+
+def test_several_mistakes_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"modle": 1, "dtype": "int3"})
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_yaml_round_trip_is_stable(tmp_path: Path) -> None:
+    config = load({"model": "m.gguf", "replicas": {"both": 3}, "scheduler": {"watermark": 0.05}})
+    path = tmp_path / "shoal.yaml"
+    path.write_text(config.to_yaml())
+    assert load(path) == config
+    assert config.served_name == "m"
+
+
+def test_keys_are_not_shown() -> None:
+    assert "secret" not in load({"http": {"api_keys": ["secret"]}}).to_yaml()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"), [("[1, 2]", "expected a mapping"), ("a: [", "not YAML"), (None, "No such file")]
+)
+def test_bad_files_are_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
+    path = tmp_path / "shoal.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=sentence):
+        load(path)
+
+
+def test_an_empty_file_is_the_default(tmp_path: Path) -> None:
+    path = tmp_path / "shoal.yaml"
+    path.write_text("")
+    assert load(path) == ClusterConfig()
+
+
+def test_every_field_is_described() -> None:
+    def check(model: type[FrozenModel]) -> None:
+        for name, field in model.model_fields.items():
+            annotation = field.annotation
+            if isinstance(annotation, type) and issubclass(annotation, FrozenModel):
+                check(annotation)
+            else:
+                assert field.description, f"{model.__name__}.{name} has no description"
+
+    check(ClusterConfig)
+    check(EngineConfig)
+
+
+def test_resolve_fills_every_auto_and_keeps_what_was_set() -> None:
+    config = resolve(EngineConfig(), LAPTOP, replicas_on_node=2)
+    assert config.model.dtype == "bfloat16"
+    assert config.parallel.num_threads == 1
+    assert config.scheduler.max_num_batched_tokens == 256
+    assert config.cache.kv_cache_gib == pytest.approx(1.0)
+    assert resolve(config, LAPTOP, replicas_on_node=2) == config
+    own = EngineConfig(
+        model=ModelConfig(dtype="float32"),
+        cache=CacheConfig(kv_cache_gib=3),
+        scheduler=SchedulerConfig(max_num_batched_tokens=77),
+    )
+    kept = resolve(own, LAPTOP)
+    assert (kept.model.dtype, kept.cache.kv_cache_gib, kept.scheduler.max_num_batched_tokens) == ("float32", 3, 77)
+    old = Hardware(num_cores=1, memory_bytes=1 << 30, has_bfloat16=False)
+    assert resolve(EngineConfig(), old).model.dtype == "float32"
+
+
+def test_flags_and_set_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "shoal.yaml"
+    path.write_text("replicas: {both: 4}\nscheduler: {max_num_seqs: 9}\n")
+    arguments = ["serve", "--config", str(path), "--replicas", "2", "--set", "scheduler.watermark=0.03", "--api-key", "k"]
+    assert main([*arguments, "--print-config"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["replicas"]["both"] == 2
+    assert (shown["scheduler"]["max_num_seqs"], shown["scheduler"]["watermark"]) == (9, 0.03)
+    assert shown["dtype"] in ("bfloat16", "float32")
+    assert shown["scheduler"]["max_num_batched_tokens"] > 0
+    assert shown["http"]["api_keys"] == ["***"]
+
+
+def test_print_config_can_be_used_as_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--print-config"]) == 0
+    path = tmp_path / "shoal.yaml"
+    path.write_text(capsys.readouterr().out)
+    assert load(path).model == "smollm2-135m-instruct"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["serve", "--set", "nonsense", "--print-config"], "expected KEY=VALUE"),
+        (["serve", "--set", "replicas.both.x=1", "--replicas", "2", "--print-config"], "both is not a section"),
+        (["serve", "--replicas", "0", "--print-config"], "replicas.both"),
+        (["serve", "--port", "70000"], "allowed are 1 to 65535"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_a_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_status_of_nothing_is_an_error_that_names_the_place(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--port", "1"]) == 1
+    assert "http://127.0.0.1:1/status" in capsys.readouterr().err
+
+
+def test_overrides_come_only_from_what_was_given() -> None:
+    assert config_overrides(_parser().parse_args(["serve"])) == {}

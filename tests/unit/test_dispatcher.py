@@ -1,0 +1,112 @@
+"""Named cases of the router's decisions; `tests/property/test_dispatcher.py` has the arbitrary ones."""
+
+from __future__ import annotations
+
+from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.dispatcher import Dispatch, Dispatcher, DispatcherConfig, Refuse, SendAbort
+from router.placement import least_tokens
+from router.replica_view import MAX_SILENCE_S, ReplicaView
+
+A, B = ReplicaId("a"), ReplicaId("b")
+ROOM = ReplicaLoad(queue_cap=4)
+FULL = ReplicaLoad(num_queued=4, queue_cap=4, drain_rate=0.5)
+
+
+def make(*replicas: ReplicaId, **config: float) -> Dispatcher:
+    dispatcher = Dispatcher(DispatcherConfig(**config), least_tokens)  # type: ignore[arg-type]
+    for replica_id in replicas:
+        dispatcher.add_replica(ReplicaView(replica_id, "address", "incarnation"))
+        dispatcher.on_load(replica_id, ROOM, 0.0)
+        dispatcher.on_connected(replica_id, 0.0)
+    return dispatcher
+
+
+def rid(number: int) -> RequestId:
+    return RequestId(f"q{number}")
+
+
+def test_a_refused_request_tries_the_others_and_then_waits_for_news() -> None:
+    dispatcher = make(A, B)
+    (sent,) = dispatcher.submit(rid(0), 1, 10, 0.0)
+    assert sent == Dispatch(rid(0), A, 1)
+    (again,) = dispatcher.on_reply(rid(0), 1, RefusalReason.QUEUE_FULL, "", 0.0)
+    assert again == Dispatch(rid(0), B, 2), "not the one that refused just now, though it is believed to have room"
+    assert dispatcher.on_reply(rid(0), 2, RefusalReason.QUEUE_FULL, "", 0.0) == []
+    assert dispatcher.num_held == 1
+    assert dispatcher.on_load(A, ROOM, 0.01) == [Dispatch(rid(0), A, 3)]
+
+
+def test_held_requests_are_refused_when_their_time_is_up_with_the_measured_rate() -> None:
+    dispatcher = make(A, admission_wait_s=0.1)
+    dispatcher.on_load(A, FULL, 0.0)
+    assert dispatcher.submit(rid(0), 1, 10, 1.0) == []
+    assert dispatcher.next_deadline() == 1.1
+    assert dispatcher.on_time(1.05) == []
+    (refused,) = dispatcher.on_time(1.1)
+    assert isinstance(refused, Refuse)
+    assert (refused.reason, refused.retry_after_s) == (RefusalReason.QUEUE_FULL, 8.0)
+    assert dispatcher.num_requests == 0
+
+
+def test_what_was_sent_counts_until_it_is_answered() -> None:
+    dispatcher = make(A)
+    for number in range(4):
+        assert len(dispatcher.submit(rid(number), 1, 10, 0.0)) == 1
+    assert dispatcher.submit(rid(4), 1, 10, 0.0) == [], "four unanswered fill a queue of four"
+    view = dispatcher.views[A]
+    assert view.outstanding_tokens == 40
+    for number in range(4):
+        dispatcher.on_reply(rid(number), 1, None, "", 0.0)
+    assert view.outstanding_tokens == view.unanswered_sequences == 0
+
+
+def test_nothing_is_held_beyond_the_limit() -> None:
+    dispatcher = make(A, max_held_requests=1)
+    dispatcher.on_load(A, FULL, 0.0)
+    dispatcher.submit(rid(0), 1, 1, 0.0)
+    assert dispatcher.is_certainly_full()
+    (refused,) = dispatcher.submit(rid(1), 1, 1, 0.0)
+    assert isinstance(refused, Refuse)
+
+
+def test_a_silent_replica_gets_nothing_new() -> None:
+    dispatcher = make(A)
+    assert dispatcher.submit(rid(0), 1, 1, MAX_SILENCE_S) == [Dispatch(rid(0), A, 1)]
+    assert dispatcher.submit(rid(1), 1, 1, MAX_SILENCE_S + 0.1) == []
+
+
+def test_a_lost_stream_that_began_ignores_caps() -> None:
+    dispatcher = make(A, B)
+    dispatcher.on_load(B, FULL, 0.0)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    dispatcher.begun(rid(0))
+    assert dispatcher.on_lost(A, 1.0) == [Dispatch(rid(0), B, 2)]
+
+
+def test_a_lost_request_that_did_not_begin_waits_longer_than_a_fresh_one() -> None:
+    dispatcher = make(A, admission_wait_s=0.1, resume_wait_s=20.0)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    assert dispatcher.on_lost(A, 1.0) == []
+    assert dispatcher.on_time(20.9) == []
+    (refused,) = dispatcher.on_time(21.0)
+    assert isinstance(refused, Refuse)
+    assert refused.reason is RefusalReason.NO_REPLICA
+
+
+def test_late_output_of_a_replica_that_was_left_is_not_ours() -> None:
+    dispatcher = make(A, B)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    assert not dispatcher.is_working_on(rid(0), A), "not accepted yet"
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    assert dispatcher.is_working_on(rid(0), A)
+    dispatcher.on_moved(rid(0), 0.0)
+    assert not dispatcher.is_working_on(rid(0), A) or dispatcher.replica_of(rid(0)) == A
+
+
+def test_an_abort_reaches_the_replica_that_has_it() -> None:
+    dispatcher = make(A)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    assert dispatcher.abort(rid(0)) == [SendAbort(rid(0), A)]
+    dispatcher.validate()

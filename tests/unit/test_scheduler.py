@@ -1,0 +1,286 @@
+"""Named cases of the scheduler, driven step by step with a fake runner."""
+
+from __future__ import annotations
+
+from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
+from replica.engine_core import EngineCore
+from replica.fake_runner import FakeModelRunner, expected_output
+from replica.messages import FinishReason, GenerateRequest, RefusalReason, RequestId, RouterId, SamplingParams, SequenceInput
+from replica.step import StepPlan
+
+ROUTER = RouterId("r")
+VOCAB = 1000
+
+
+class Harness:
+    """A core and a runner; `step()` is schedule, execute, update."""
+
+    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, caching: bool = True, cap: int = 64, **scheduler: object) -> None:
+        self.runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, eos_token_ids=(7,))
+        settings = {"max_num_batched_tokens": 32, "watermark": 0.0, **scheduler}
+        config = EngineConfig(
+            scheduler=SchedulerConfig.model_validate(settings),
+            admission=AdmissionConfig(max_queued_requests=cap),
+            cache=CacheConfig(enable_prefix_caching=caching),
+        )
+        self.core = EngineCore(config, self.runner.info)
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, FinishReason] = {}
+        self.now = 0.0
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int = 8, *, arrival: float | None = None, **sampling: object) -> RefusalReason | None:
+        params = {"temperature": 0.0, "ignore_eos": True, **sampling}
+        request = GenerateRequest(
+            RequestId(name),
+            [SequenceInput(0, prompt, SamplingParams(max_tokens, **params))],  # type: ignore[arg-type]
+            order_key=(0.0, 0, self.now if arrival is None else arrival),
+        )
+        return self.core.submit(ROUTER, request, 0, self.now).refusal
+
+    def plan(self) -> StepPlan | None:
+        plan = self.core.schedule(self.now)
+        self.core.validate()
+        return plan
+
+    def finish(self, plan: StepPlan) -> None:
+        result = self.runner.execute(plan)
+        self.now += 1.0
+        for output in sum(self.core.update(plan, result, self.now).values(), []):
+            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ends[output.request_id] = output.finish_reason
+        self.core.validate()
+
+    def step(self) -> dict[str, int]:
+        """One whole step; returns tokens scheduled by request."""
+        plan = self.plan()
+        assert plan is not None
+        names = {s.seq_id: str(s.request_id) for s in self.core.scheduler.running}
+        self.finish(plan)
+        return {names[seq_id]: count for seq_id, count in zip(plan.seq_ids, plan.num_scheduled, strict=True)}
+
+    def run(self, limit: int = 1000) -> int:
+        for number in range(limit):
+            plan = self.plan()
+            if plan is None:
+                return number
+            self.finish(plan)
+        raise AssertionError(f"not done after {limit} steps")
+
+    def names(self, queue: object) -> list[str]:
+        return [str(s.request_id) for s in queue]  # type: ignore[attr-defined]
+
+
+def reference(prompt: list[int], num_tokens: int) -> list[int]:
+    return expected_output(prompt, num_tokens, vocab_size=VOCAB, eos=frozenset({7}))
+
+
+def test_decodes_come_before_chunks_whatever_was_admitted_first() -> None:
+    h = Harness(max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    h.submit("long", list(range(40)))
+    h.submit("short", [1, 2])
+    assert h.step() == {"long": 4, "short": 2}
+    # the chunk of `long`, admitted first, may not push the decode of `short` out of the budget
+    h.core.scheduler._max_batched = 4
+    assert h.step() == {"short": 1, "long": 3}
+
+
+def test_a_long_prompt_is_cut_to_what_the_budget_leaves() -> None:
+    h = Harness(max_num_batched_tokens=10)
+    h.submit("a", [1, 2, 3])
+    h.submit("b", list(range(30)))
+    assert h.step() == {"a": 3, "b": 7}
+    assert h.step() == {"a": 1, "b": 9}
+
+
+def test_without_chunks_the_first_prompt_of_a_step_is_computed_whole() -> None:
+    h = Harness(max_num_batched_tokens=10, enable_chunked_prefill=False)
+    h.submit("a", [1, 2])
+    h.submit("b", [3, 4])
+    h.submit("c", list(range(30)))
+    assert h.step() == {"a": 2, "b": 2}, "c does not fit beside others"
+    assert h.step() == {"a": 1, "b": 1, "c": 30}, "but it gets the next step, however long it is"
+
+
+def test_computed_chunks_of_a_running_prefill_are_shared() -> None:
+    """Case C-15, second half: a prefix is found as soon as it was computed, and never before."""
+    h = Harness(max_num_batched_tokens=8)
+    prompt = list(range(40))
+    h.submit("first", prompt)
+    h.step()
+    h.submit("second", prompt)
+    h.core.scheduler._max_batched = 100
+    h.step()
+    (second,) = [s for s in h.core.scheduler.running if s.request_id == "second"]
+    assert second.num_cached_tokens == 8
+    h.run()
+    assert h.tokens["first"] == h.tokens["second"] == reference(prompt, 8)
+
+
+def test_an_aborted_prefill_leaves_only_what_was_computed() -> None:
+    h = Harness(max_num_batched_tokens=8)
+    prompt = list(range(40))
+    h.submit("gone", prompt)
+    for _ in range(3):
+        h.step()
+    h.core.abort(ROUTER, RequestId("gone"), h.now)
+    h.submit("again", prompt)
+    h.step()
+    (again,) = h.core.scheduler.running
+    assert again.num_cached_tokens == 24
+    h.run()
+    assert h.tokens["again"] == reference(prompt, 8)
+
+
+def test_preempted_sequences_come_back_before_anything_fresh_and_in_their_order() -> None:
+    """Cases C-06 and C-07."""
+    h = Harness(num_blocks=10, max_num_seqs=3)
+    for name in ("x", "y"):
+        h.submit(name, [ord(name)] * 12, 24)
+    h.step()
+    h.submit("w1", [1] * 12, 4)
+    h.submit("w2", [2] * 2, 4)
+    while not h.core.scheduler.counters.preemptions:
+        h.step()
+        assert h.names(h.core.scheduler.queued) in (["w1", "w2"], ["w2"], []) or h.core.scheduler.counters.preemptions
+    assert h.names(h.core.scheduler.returning)
+    plan_before = h.names(h.core.scheduler.queued)
+    while h.core.scheduler.returning:
+        h.step()
+        if h.core.scheduler.returning:
+            assert h.names(h.core.scheduler.queued) == plan_before, "somebody fresh overtook a returning sequence"
+    h.run()
+    for name in ("x", "y"):
+        assert h.tokens[name] == reference([ord(name)] * 12, 24)
+    assert h.core.scheduler.counters.recomputed_tokens > 0
+
+
+def test_the_victim_is_the_one_admitted_last() -> None:
+    h = Harness(num_blocks=9, caching=False)
+    for name in ("a", "b", "c"):
+        h.submit(name, [ord(name)] * 11, 30)
+    h.step()
+    assert h.names(h.core.scheduler.running) == ["a", "b", "c"]
+    while not h.core.scheduler.counters.preemptions:
+        h.step()
+    assert h.names(h.core.scheduler.running) == ["a", "b"]
+    assert h.names(h.core.scheduler.returning) == ["c"]
+    h.run()
+    assert {name: h.tokens[name] for name in "abc"} == {name: reference([ord(name)] * 11, 25) for name in "abc"}
+
+
+def test_the_watermark_holds_for_newcomers_beside_others_only() -> None:
+    h = Harness(num_blocks=10, watermark=0.3)
+    h.submit("alone", [1] * 36, 3)
+    h.step()
+    assert h.names(h.core.scheduler.running) == ["alone"], "nine of ten blocks, but nobody else runs"
+    h.run()
+    h.submit("first", [2] * 16, 6)
+    h.step()
+    h.submit("second", [3] * 13, 2)
+    h.step()
+    assert h.names(h.core.scheduler.running) == ["first"], "six are free, four are wanted and three have to stay"
+    h.submit("third", [4] * 2, 2)
+    h.run()
+    assert set(h.ends) == {"alone", "first", "second", "third"}
+
+
+def test_what_does_not_fit_the_pool_is_refused_and_blocks_nobody() -> None:
+    """Case C-03."""
+    h = Harness(num_blocks=8, block_size=16)
+    assert h.submit("big", [1] * 200) is RefusalReason.NEVER_FITS
+    assert h.submit("small", [1] * 10) is None
+    h.run()
+    assert h.ends == {"small": FinishReason.LENGTH}
+
+
+def test_a_sequence_that_outgrows_the_pool_alone_ends_with_length() -> None:
+    """Case C-04."""
+    h = Harness(num_blocks=8, block_size=16, max_num_batched_tokens=256)
+    h.submit("alone", [1] * 100, 100)
+    h.run()
+    assert h.ends == {"alone": FinishReason.LENGTH}
+    assert len(h.tokens["alone"]) == 28
+    assert h.core.scheduler.counters.preemptions == 0
+
+
+def test_one_at_a_time_in_order_of_arrival() -> None:
+    """Case C-13."""
+    h = Harness(max_num_seqs=1, max_num_batched_tokens=16)
+    order = []
+    for number, length in enumerate([5, 100, 17, 40, 6]):
+        h.submit(f"q{number}", [number] * length, 3)
+    while h.core.has_work:
+        plan = h.plan()
+        if plan is None:
+            break
+        assert len(h.core.scheduler.running) <= 1
+        order += [f"q{new.token_ids[0]}" for new in plan.new]
+        h.finish(plan)
+    assert order == [f"q{number}" for number in range(5)]
+
+
+def test_ends_by_eos_stop_token_and_length() -> None:
+    prompt = [3, 1, 4]
+    stream = expected_output(prompt, 30, vocab_size=VOCAB)
+    h = Harness()
+    h.submit("stop-token", prompt, 30, stop_token_ids=(stream[5],), ignore_eos=False)
+    h.submit("length", prompt, 4, ignore_eos=False)
+    h.run()
+    assert h.tokens["stop-token"] == stream[: stream.index(stream[5]) + 1]
+    assert h.ends == {"stop-token": FinishReason.STOP, "length": FinishReason.LENGTH}
+
+
+def test_eos_ends_unless_ignored() -> None:
+    prompts = ([i, i + 1] for i in range(2000))
+    prompt = next(p for p in prompts if 7 in expected_output(p, 20, vocab_size=VOCAB)[1:])
+    h = Harness()
+    h.submit("ends", prompt, 20, ignore_eos=False)
+    h.submit("goes on", prompt, 20, ignore_eos=True)
+    h.run()
+    stream = expected_output(prompt, 20, vocab_size=VOCAB)
+    assert h.tokens["ends"] == stream[: stream.index(7) + 1]
+    assert h.ends["ends"] is FinishReason.STOP
+    assert h.tokens["goes on"] == reference(prompt, 20)
+
+
+def test_a_cap_counts_only_what_was_never_scheduled() -> None:
+    h = Harness(cap=2, max_num_seqs=1)
+    assert [h.submit(f"q{i}", [i], 5) for i in range(3)] == [None, None, RefusalReason.QUEUE_FULL]
+    h.step()
+    assert h.submit("q3", [3], 5) is None, "one left the queue for the running batch"
+    assert h.submit("q4", [4], 5) is RefusalReason.QUEUE_FULL
+    h.core.abort(ROUTER, RequestId("q1"), h.now)
+    assert h.submit("q4", [4], 5) is None, "an aborted one gives its place back at once"
+
+
+def test_drain_refuses_and_hands_everything_over_once() -> None:
+    h = Harness(max_num_seqs=2)
+    for number in range(4):
+        h.submit(f"q{number}", [number], 50)
+    h.step()
+    plan = h.plan()
+    assert plan is not None
+    h.core.stop_admission()
+    assert h.submit("late", [1]) is RefusalReason.DRAINING
+    moved = [o.request_id for o in sum(h.core.hand_over(h.now).values(), [])]
+    assert moved == ["q2", "q3"], "those in the runner's hands leave with the end of the step"
+    h.finish(plan)
+    assert h.ends == {"q0": FinishReason.MOVED, "q1": FinishReason.MOVED}
+    assert h.core.num_unfinished == 0
+
+
+def test_drain_rate_is_what_left_the_queue_lately() -> None:
+    h = Harness(max_num_seqs=64)
+    for number in range(10):
+        h.submit(f"q{number}", [number], 2)
+    h.run()
+    assert h.core.load(h.now).drain_rate == 2.0
+    assert h.core.load(h.now + 60).drain_rate == 0.0
+
+
+def test_the_routers_key_decides_and_not_the_order_of_submission() -> None:
+    h = Harness(max_num_seqs=1)
+    for arrival in (5.0, 3.0, 4.0):
+        h.submit(f"at {arrival}", [int(arrival)], 2, arrival=arrival)
+    assert h.names(h.core.scheduler.queued) == ["at 3.0", "at 4.0", "at 5.0"]
