@@ -1,7 +1,7 @@
 """ASYNC (imports numpy-only tools, no torch). A llama-architecture GGUF file as a plain HF-style folder.
 
-Runs once per file; `cluster/model_store.py` decides when. Heavy imports are inside the functions, since every router and
-replica imports the store and only one process converts.
+Runs once per file; `cluster/model_store.py` decides when. Heavy imports are inside the functions, since every router
+and replica imports the store and only one process converts.
 """
 
 from __future__ import annotations
@@ -50,9 +50,13 @@ def convert(source: Path, folder: Path) -> None:
     fields = {name: field for name, field in reader.fields.items() if not name.startswith("GGUF.")}
     meta = _Metadata(source, fields)
     if meta.get("general.architecture") != "llama":
-        raise ModelLoadError(f"{source}: architecture {meta.get('general.architecture')!r}; only llama can be converted")
+        raise ModelLoadError(
+            f"{source}: architecture {meta.get('general.architecture')!r}; only llama can be converted"
+        )
     if meta.get("tokenizer.ggml.model") != "gpt2":
-        raise ModelLoadError(f"{source}: tokenizer {meta.get('tokenizer.ggml.model')!r}; only gpt2 (byte BPE) can be converted")
+        raise ModelLoadError(
+            f"{source}: tokenizer {meta.get('tokenizer.ggml.model')!r}; only gpt2 (byte BPE) can be converted"
+        )
     tied = not any(tensor.name == "output.weight" for tensor in reader.tensors)
     _write_configs(meta, folder, tied)
     _write_tokenizer(meta, folder)
@@ -234,7 +238,7 @@ def _to_bfloat16(values: NDArray[np.float32]) -> NDArray[np.uint16]:
 
 
 def _write_safetensors(path: Path, tensors: dict[str, tuple[str, list[int], bytes]]) -> None:
-    """The format is a length, a JSON header and the raw bytes; numpy has no bfloat16, so the library's own writer is no help."""
+    """A length, a JSON header, the raw bytes. numpy has no bfloat16, so the library's own writer is no help."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape, data) in tensors.items():

@@ -62,7 +62,8 @@ def resolve(model: str, cache_dir: Path | None = None) -> Path:
             raise ModelLoadError(f"{path} does not exist")
         return _converted(path.stem, _file_key(path), lambda: path, cache_dir)
     raise UnknownModelError(
-        f"model {model!r} is not known: give a folder, a .gguf file or one of {', '.join(BUILTIN_MODELS)}", param="model"
+        f"model {model!r} is not known: give a folder, a .gguf file or one of {', '.join(BUILTIN_MODELS)}",
+        param="model",
     )
 
 

@@ -1,4 +1,4 @@
-"""PURE. Where Shoal keeps what it can make again: converted models, compiled kernels. Knows nothing of their content."""
+"""PURE. Where Shoal keeps what it can make again: converted models, compiled kernels. Knows no content."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from replica.config import Hardware
 from replica.native.cpu import cpu_flags
@@ -20,5 +21,14 @@ def available_cores() -> int:
 
 def detect_hardware() -> Hardware:
     """The machine at hand, as a CPU machine."""
-    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return Hardware(available_cores(), memory_bytes, bool(cpu_flags() & _BFLOAT16_FLAGS))
+    return Hardware(available_cores(), _memory_bytes(), bool(cpu_flags() & _BFLOAT16_FLAGS))
+
+
+def _memory_bytes() -> int:
+    """Memory this process may use: a container's limit where there is one."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return total
+    return min(total, int(limit)) if limit.isdigit() else total

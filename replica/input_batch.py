@@ -43,7 +43,9 @@ class SequenceStore:
     Invariant: a slot is either in `_free` or owned by exactly one seq_id of `_slots`.
     """
 
-    def __init__(self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int, eos: tuple[int, ...]) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int, eos: tuple[int, ...]
+    ) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_len = max_model_len
@@ -66,7 +68,7 @@ class SequenceStore:
         return len(self._slots)
 
     def apply(self, plan: StepPlan) -> None:
-        """Take over what `plan` changes: dropped, new, new blocks, in this order. Raises EngineError on a broken plan."""
+        """Take over what `plan` changes: dropped, new, new blocks, in this order. Raises EngineError."""
         for seq_id in plan.dropped:
             slot = self._slots.pop(seq_id, None)
             if slot is not None:
@@ -160,6 +162,7 @@ class SequenceStore:
         who = slots[sampled]
         output_positions = known[sampled] - self._num_prompt[who]
         masked_row, masked_token = self._masks(who, output_positions)
+        temperature = self._temperature[who]
         return InputBatch(
             token_ids=self._tokens[slot_of, positions],
             positions=positions.astype(np.int32),
@@ -169,10 +172,10 @@ class SequenceStore:
             block_tables=self._blocks,
             sampled=sampled,
             sample_rows=seq_start[1:][sampled] - np.int32(1),
-            temperature=self._temperature[who],
+            temperature=temperature,
             top_k=self._top_k[who],
             top_p=self._top_p[who],
-            uniform=uniform(self._seed[who], output_positions),
+            uniform=uniform(self._seed[who], output_positions) if temperature.any() else np.zeros(len(who)),
             masked_row=masked_row,
             masked_token=masked_token,
         )

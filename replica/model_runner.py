@@ -23,12 +23,14 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class TorchModelRunner:
-    """Implements `replica.step.ModelRunner` on a CPU. Construct and call it on one thread: OpenMP pools belong to threads.
+    """Implements `replica.step.ModelRunner` on a CPU. Construct and call it on one thread: so OpenMP wants it.
 
     Raises ModelLoadError for a folder it cannot serve, ConfigError for settings that cannot work with this model.
     """
 
-    def __init__(self, config: EngineConfig, folder: Path, kv_layer_major: bool = False, self_test: bool = True) -> None:
+    def __init__(
+        self, config: EngineConfig, folder: Path, kv_layer_major: bool = False, self_test: bool = True
+    ) -> None:
         config = resolve(config, detect_hardware())
         self._model = read_config(folder)
         self._dtype = _DTYPES[config.model.dtype]
@@ -103,7 +105,7 @@ class TorchModelRunner:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry out `plan`; see `replica.step`. Raises EngineError on a plan that does not fit what the runner knows."""
+        """Carry out `plan`; see `replica.step`. Raises EngineError on a plan that cannot be right."""
         if self._closed:
             raise EngineError("the model runner is closed")
         started = time.perf_counter()

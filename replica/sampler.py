@@ -1,7 +1,7 @@
 """PURE. Choosing tokens from logits, counter based: output position i of a seed always meets the same random number.
 
-The native kernels hold the same rules in C++ (`native/sampling.h`); `sample_row` here is what the torch fallback uses and
-what the tests compare against. Knows nothing of batches: a row never sees its neighbours.
+The native kernels hold the same rules in C++ (`native/sampling.h`); `sample_row` here is what the torch fallback uses
+and what the tests compare against. Knows nothing of batches: a row never sees its neighbours.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ def sample(
     uniforms: NDArray[np.float64],
 ) -> NDArray[np.int32]:
     """One token per row of `logits` [rows, vocab]; the other arrays are [rows]."""
-    tokens = logits.argmax(axis=1).astype(np.int32)
+    tokens: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
     for row in np.flatnonzero(temperature > 0):
-        tokens[row] = sample_row(logits[row], float(temperature[row]), int(top_k[row]), float(top_p[row]), uniforms[row])
+        tokens[row] = sample_row(
+            logits[row], float(temperature[row]), int(top_k[row]), float(top_p[row]), uniforms[row]
+        )
     return tokens

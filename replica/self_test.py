@@ -23,7 +23,7 @@ Logits = dict[int, list[torch.Tensor]]
 def check_invariance(runner: TorchModelRunner, vocab_size: int, num_blocks: int, block_size: int, room: int) -> bool:
     """Run random prompts through `runner` in three ways and compare the logits bit for bit.
 
-    Uses the runner's own KV pool from block 0, so call it before serving. `room`: tokens that pool and context can hold.
+    Uses the runner's own KV pool from block 0, so call it before serving. `room`: tokens that pool and context hold.
     A pool too small for the test's sequences gets shorter ones.
     """
     longest = max(1, min(room, (num_blocks // len(_LENGTHS)) * block_size) - _DECODE_STEPS)
@@ -49,7 +49,9 @@ def check_invariance(runner: TorchModelRunner, vocab_size: int, num_blocks: int,
     )
 
 
-def _run(runner: TorchModelRunner, prompts: dict[int, list[int]], block_size: int, num_blocks: int, chunk: int) -> Logits:
+def _run(
+    runner: TorchModelRunner, prompts: dict[int, list[int]], block_size: int, num_blocks: int, chunk: int
+) -> Logits:
     """Prefill in chunks, then decode; returns each sequence's logits, one row per sampled token."""
     share = num_blocks // len(_LENGTHS)
     new = []

@@ -1,4 +1,4 @@
-"""TORCH. Paged attention in plain torch operators: the fallback without a compiler, and the reference for other kernels.
+"""TORCH. Paged attention in plain torch operators: fallback without a compiler, reference for other kernels.
 
 Invariance comes from constant shapes: queries are padded to tiles of 8 rows, keys are taken 64 at a time, and each tile
 goes through matrix products of one size, so the library underneath always takes the same path for a row.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from replica.attention.contract import AttentionStep
+from replica.attention.row_exp import row_exp_
 
 TILE = 8
 PIECE = 64
@@ -37,7 +38,11 @@ class TorchPagedAttention:
         padded = query.new_zeros((tiles * TILE, heads, dim), dtype=torch.float32)
         padded[:count] = query.float()
         # [kv_heads, tiles, TILE * group, dim]
-        q = padded.view(tiles, TILE, kv_heads, group, dim).permute(2, 0, 1, 3, 4).reshape(kv_heads, tiles, TILE * group, dim)
+        q = (
+            padded.view(tiles, TILE, kv_heads, group, dim)
+            .permute(2, 0, 1, 3, 4)
+            .reshape(kv_heads, tiles, TILE * group, dim)
+        )
         limit = positions.new_full((tiles * TILE,), end - 1)
         limit[:count] = positions
         limit = limit.view(tiles, TILE, 1).expand(tiles, TILE, group).reshape(tiles, TILE * group, 1)
@@ -51,7 +56,8 @@ class TorchPagedAttention:
             visible = torch.arange(first, first + PIECE, device=q.device) <= limit
             scores = scores.masked_fill(~visible, -torch.inf)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            weights, shrink = (scores - new_top).exp(), (top - new_top).exp()
+            weights = row_exp_(scores - new_top)
+            shrink = row_exp_((top - new_top).expand(*top.shape[:-1], 16).contiguous())[..., :1]
             total = total * shrink + weights.sum(-1, keepdim=True)
             acc = acc * shrink + torch.matmul(weights, v.expand(-1, tiles, -1, -1))
             top = new_top

@@ -56,7 +56,7 @@ class Decoder(Protocol):
     def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
         """Compute one step: write K and V of its tokens, sample one token per row of `batch.sample_rows`.
 
-        Returns (tokens [num_samples], float32 logits [num_samples, vocab_size]); the logits are overwritten by the next call.
+        Returns (tokens [num_samples], float32 logits [num_samples, vocab_size]); the next call overwrites the logits.
         """
         ...
 

@@ -10,16 +10,18 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from replica.attention.contract import AttentionStep, PagedAttention
+from replica.attention.row_exp import row_exp_
 from replica.input_batch import InputBatch
 from replica.models.decoder import rotary_tables
 from replica.sampler import sample
-from replica.weights import WeightReader
+from replica.weights import LayerWeights, WeightReader
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 
-# oneDNN takes another path for one row (torch 2.13, bf16: about 140 of 900,000 outputs differ at K = 1536; float32: nearly
-# all) and for 2 to 3 rows of a float32 weight packed for one row. Four rows and a weight packed for 32 gave one class for
-# 1..768 rows in both types; on a Zen 4 core four rows are also faster than one (11.6 against 13.3 ms a step).
+# oneDNN takes another path for one row (torch 2.13, bf16: about 140 of 900,000 outputs differ at K = 1536; float32:
+# nearly all) and, with a float32 weight packed for one row, for other row counts too. Four rows and more with a weight
+# packed for 32 gave one class up to 768 rows in both types; on Zen 4 four rows are also faster than one (11.6 against
+# 13.3 ms a step).
 MIN_ROWS = 4
 _PACKED_FOR_ROWS = 32
 
@@ -42,6 +44,15 @@ def make_linear(weight: torch.Tensor) -> Linear:
     return lambda x: F.linear(x, weight)
 
 
+class _Layer:
+    """One layer's linears and norms."""
+
+    def __init__(self, weights: LayerWeights) -> None:
+        self.qkv, self.o, self.down = make_linear(weights.qkv), make_linear(weights.o), make_linear(weights.down)
+        self.gate_up = make_linear(torch.cat([weights.gate, weights.up]))
+        self.input_norm, self.post_norm = weights.input_norm, weights.post_norm
+
+
 class TorchDecoder:
     """See `replica.models.decoder.Decoder`. Residual and norms in float32, matrix products in the pool's dtype."""
 
@@ -50,11 +61,7 @@ class TorchDecoder:
         self.kernels = f"torch {torch.__version__}, attention {attention.name}"
         self._pool = pool
         self._attention = attention
-        self._layers = [
-            (make_linear(w.qkv), make_linear(w.o), make_linear(torch.cat([w.gate, w.up])), make_linear(w.down))
-            + (w.input_norm, w.post_norm)
-            for w in reader.layers()
-        ]
+        self._layers = [_Layer(weights) for weights in reader.layers()]
         self._embedding = reader.embedding()
         self._head = make_linear(reader.head())
         self._final_norm = reader.final_norm()
@@ -92,17 +99,17 @@ class TorchDecoder:
         step: AttentionStep,
     ) -> torch.Tensor:
         c = self.config
-        qkv_linear, o_linear, gate_up_linear, down_linear, input_norm, post_norm = self._layers[index]
-        qkv = qkv_linear(self._norm(hidden, input_norm))[:count].float()
+        layer = self._layers[index]
+        qkv = layer.qkv(self._norm(hidden, layer.input_norm))[:count].float()
         q, k, v = qkv.view(count, -1, c.head_dim).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
         self._pool[place[0], :, index, 0, place[1]] = _rotate(k, cos, sin).to(self._pool.dtype)
         self._pool[place[0], :, index, 1, place[1]] = v.to(self._pool.dtype)
         mixed = torch.zeros((len(hidden), c.q_dim), dtype=self._pool.dtype)
         query = _rotate(q, cos, sin).to(self._pool.dtype)
         mixed[:count] = self._attention(query, self._pool, index, step).reshape(count, -1)
-        hidden = hidden + o_linear(mixed).float()
-        gate, up = gate_up_linear(self._norm(hidden, post_norm)).float().chunk(2, dim=-1)
-        return hidden + down_linear((F.silu(gate) * up).to(self._pool.dtype)).float()
+        hidden = hidden + layer.o(mixed).float()
+        gate, up = layer.gate_up(self._norm(hidden, layer.post_norm)).float().chunk(2, dim=-1)
+        return hidden + layer.down((gate / (1 + row_exp_(-gate)) * up).to(self._pool.dtype)).float()
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)

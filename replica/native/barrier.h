@@ -1,8 +1,8 @@
 // A barrier between the threads of one step: spins for some tens of microseconds, then sleeps.
 //
-// OpenMP's own barrier spins for about a millisecond. When another process holds the core of one thread, the others then
-// keep theirs busy with waiting, the kernel has nowhere to move the late thread, and each of a step's 240 barriers can cost
-// a scheduler slice: steps of 14 ms took 280 ms beside a busy process. A sleeper frees its core for the late one.
+// OpenMP's own barrier spins for long. When another process holds the core of one thread, the others keep theirs busy with
+// waiting, and the kernel has nowhere to move the late thread: with it a 14 ms step was once seen to take 280 ms beside
+// busy processes. A sleeper frees its core. It is no cure: beside one busy process a 9 ms step still takes about 28 ms.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -38,7 +38,7 @@ class Barrier {
     }
 
   private:
-    static constexpr int SPINS = 20000;
+    static constexpr int SPINS = 2000;
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<uint32_t> turn_{0};
     alignas(64) std::atomic<int> sleepers_{0};

@@ -1,4 +1,4 @@
-"""ASYNC (waits for a compiler). Compiles the kernels once per machine, compiler and source, into the cache folder. Loads nothing."""
+"""ASYNC (waits for a compiler). Compiles the kernels into the cache, once per machine, compiler and source."""
 
 from __future__ import annotations
 

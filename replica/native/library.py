@@ -1,8 +1,12 @@
-"""ASYNC (may wait for a compiler). The kernels' C interface as Python types. Field order here and in forward.cpp must agree; `ABI` guards it."""
+"""ASYNC (may wait for a compiler). The kernels' C interface as Python types.
+
+Field order here and in forward.cpp must agree; `ABI` guards it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from functools import lru_cache
 
@@ -53,10 +57,7 @@ class Step(ctypes.Structure):
             (name, c_int32)
             for name in ("num_tokens", "num_seqs", "num_samples", "num_masked", "logits_stride", "padding")
         ],
-        *[
-            (name, c_void_p)
-            for name in ("token_ids", "positions", "slots", "seq_start", "seq_slot", "block_tables")
-        ],
+        *[(name, c_void_p) for name in ("token_ids", "positions", "slots", "seq_start", "seq_slot", "block_tables")],
         ("table_stride", c_int64),
         *[
             (name, c_void_p)
@@ -113,15 +114,15 @@ class Library:
         return int(self._lib.shoal_sample(address, num, temperature, top_k, top_p, uniform))
 
 
-@lru_cache(maxsize=1)
-def _load(path: str) -> Library:
-    return Library(path)
+@lru_cache(maxsize=4)
+def _load(*_settings: str | None) -> Library:
+    path = str(build())
+    try:
+        return Library(path)
+    except OSError as error:
+        raise NativeUnavailableError(f"cannot load {path}: {error}") from error
 
 
 def load() -> Library:
-    """The kernels, built if need be. Raises NativeUnavailableError with the reason."""
-    path = str(build())
-    try:
-        return _load(path)
-    except OSError as error:
-        raise NativeUnavailableError(f"cannot load {path}: {error}") from error
+    """The kernels, built if need be, loaded once. Raises NativeUnavailableError with the reason."""
+    return _load(*(os.environ.get(name) for name in ("SHOAL_NATIVE", "SHOAL_CACHE", "CXX")))

@@ -92,7 +92,7 @@ class Sampler {
     }
 
     // The heaviest tokens, sorted (weight down, id up), at least as many as `enough(mass)` asks for. A full sort of 49,152
-    // tokens takes 3 ms; almost always the first threshold leaves a few dozen.
+    // tokens takes about 3 ms in torch; almost always the first threshold leaves a few dozen.
     template <typename Enough> void collect(int n, const Enough& enough) {
         for (float limit = 1.0f / 64; ; limit /= 256) {
             kept_.clear();

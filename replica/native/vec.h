@@ -40,9 +40,14 @@ static inline V max(V a, V b) { return a > b ? a : b; }
 
 static inline V load(const float* p) { return *(const Vu*)p; }
 static inline void store(float* p, V x) { *(Vu*)p = x; }
-static inline V load(const bf16* p) {
-    return (V)(__builtin_convertvector(*(const Hu*)p, U) << 16);
+static inline U widen(const bf16* p) {
+#if defined(__AVX512F__)  // GCC 12 splits the generic form in two
+    return (U)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+#else
+    return __builtin_convertvector(*(const Hu*)p, U);
+#endif
 }
+static inline V load(const bf16* p) { return (V)(widen(p) << 16); }
 // Round to nearest, ties to even. NaN keeps its sign and stays a NaN.
 static inline void store(bf16* p, V x) {
 #if defined(__AVX512BF16__)
