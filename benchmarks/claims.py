@@ -2,8 +2,8 @@
 
     line.kill          0 errors (<= 0) ok
 
-`ok`, `short` (measured, and the bound is missed) or `skipped: why`. The exit code is 1 if anything is short. Short forms fit a minute
-each; FULL=1 runs what the issue asks for in full.
+`ok`, `short` (measured, and the bound is missed) or `skipped: why`. The exit code is 1 if anything is short. Short
+forms fit a minute each; FULL=1 runs what the issue asks for in full.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class Skip(Exception):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """One figure. `bound` is what was promised; `at_most` says on which side of it `value` has to be. None: only told."""
+    """One figure. `bound` is what was promised; `at_most` says on which side of it `value` has to be. None: only
+    told.
+    """
 
     value: float
     unit: str

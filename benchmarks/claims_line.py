@@ -45,7 +45,9 @@ def equal(full: bool) -> Iterator[tuple[str, Measured]]:
     threads = len(os.sched_getaffinity(0))
     for dtype in ("bfloat16", "float32"):
         config = EngineConfig(
-            model=ModelConfig(dtype=dtype), cache=CacheConfig(num_blocks=1500), parallel=ParallelConfig(num_threads=threads)
+            model=ModelConfig(dtype=dtype),
+            cache=CacheConfig(num_blocks=1500),
+            parallel=ParallelConfig(num_threads=threads),
         )
         runners = [TorchModelRunner(config, folder) for _ in range(2)]
         reference, _ = run_way(WAYS[0], items, runners)
@@ -57,7 +59,9 @@ def equal(full: bool) -> Iterator[tuple[str, Measured]]:
             preemptions += count
         for runner in runners:
             runner.close()
-        note = f"{len(items)} prompts x {items[0].sampling.max_tokens} tokens, {len(WAYS)} ways, {preemptions} preemptions"
+        note = (
+            f"{len(items)} prompts x {items[0].sampling.max_tokens} tokens, {len(WAYS)} ways, {preemptions} preemptions"
+        )
         yield dtype, Measured(len(different), "requests differ", 0, note="; ".join([note, *different[:3]]))
 
 
@@ -75,7 +79,9 @@ def hugging_face(full: bool) -> Iterator[tuple[str, Measured]]:
     items = make_items(2 * num_prompts, num_tokens)[::2]  # the even ones are greedy
     threads = len(os.sched_getaffinity(0))
     config = EngineConfig(
-        model=ModelConfig(dtype="float32"), cache=CacheConfig(num_blocks=1500), parallel=ParallelConfig(num_threads=threads)
+        model=ModelConfig(dtype="float32"),
+        cache=CacheConfig(num_blocks=1500),
+        parallel=ParallelConfig(num_threads=threads),
     )
     runner = TorchModelRunner(config, folder)
     traces, _ = run_way(WAYS[1], items, [runner])
@@ -85,7 +91,10 @@ def hugging_face(full: bool) -> Iterator[tuple[str, Measured]]:
     # every token is HF's own argmax given ours before it: then HF running freely gives the same sequence
     identical = sum(verdict.num_equal == verdict.num_tokens for verdict in verdicts)
     note = f"{len(items)} prompts x {num_tokens} tokens; {identical} free-running sequences identical"
-    yield "", Measured(max(verdict.worst_gap for verdict in verdicts), "worst distance to HF's best logit", 1e-3, note=note)
+    yield (
+        "",
+        Measured(max(verdict.worst_gap for verdict in verdicts), "worst distance to HF's best logit", 1e-3, note=note),
+    )
 
 
 @claim("line.scenario_a")
@@ -113,8 +122,10 @@ def scenario_b(full: bool) -> Iterator[tuple[str, Measured]]:
         name = f"{num_routers}_routers"
         note = f"answers {outcome.codes}"
         yield f"{name}.queued", Measured(max(outcome.max_queued), "queued at most", outcome.cap, note=note)
-        wrong = outcome.wrong_answers + outcome.without_retry_after + sum(
-            count for code, count in outcome.codes.items() if code not in (200, 503)
+        wrong = (
+            outcome.wrong_answers
+            + outcome.without_retry_after
+            + sum(count for code, count in outcome.codes.items() if code not in (200, 503))
         )
         yield f"{name}.wrong", Measured(wrong, "answers wrong or without Retry-After", 0)
         yield f"{name}.baseline", Measured(float(outcome.at_baseline), "pools at baseline", 1, at_most=False)
@@ -149,7 +160,9 @@ def bench(full: bool) -> Iterator[tuple[str, Measured]]:
             found = serving.compare([ours, rival], loads, rounds=3 if full else 1, report=full)
     for load in loads:
         us, them = found[("shoal", load.concurrency)], found[("vllm", load.concurrency)]
-        note = f"{us[0].result.output_tokens_per_s:.0f} against {them[0].result.output_tokens_per_s:.0f} tok/s in round 1"
+        note = (
+            f"{us[0].result.output_tokens_per_s:.0f} against {them[0].result.output_tokens_per_s:.0f} tok/s in round 1"
+        )
         yield f"c{load.concurrency}", Measured(serving.ratio(us, them), "x vLLM", 1.0, at_most=False, note=note)
 
 

@@ -1,7 +1,8 @@
-"""Bit-equality between our own ways of computing: the same requests through engine core and real runner, scheduled differently.
+"""Bit-equality between our own ways of computing: the same requests through engine core and real runner, scheduled
+differently.
 
-A way's result is, for each request, its tokens and a digest of the logits that each token was sampled from. Two ways are equal only
-if all digests are: one flipped bit anywhere shows.
+A way's result is, for each request, its tokens and a digest of the logits that each token was sampled from. Two ways
+are equal only if all digests are: one flipped bit anywhere shows.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def make_core(way: Way, items: Sequence[Item], runner: TorchModelRunner) -> Engi
     info = msgspec.structs.replace(runner.info, num_blocks=num_blocks or runner.info.num_blocks)
     config = EngineConfig(
         cache=CacheConfig(enable_prefix_caching=way.prefix_caching),
-        scheduler=SchedulerConfig(max_num_seqs=way.max_num_seqs, max_num_batched_tokens=way.token_budget, watermark=0.0),
+        scheduler=SchedulerConfig(
+            max_num_seqs=way.max_num_seqs, max_num_batched_tokens=way.token_budget, watermark=0.0
+        ),
         admission=AdmissionConfig(max_queued_requests=max(1, len(items))),
     )
     return EngineCore(config, info)

@@ -27,9 +27,9 @@ class KillOutcome(msgspec.Struct, frozen=True):
 
 def measure(num_streams: int = 16, output_len: int = 60, runner: str = "torch") -> KillOutcome:
     """A fresh cluster of two replicas; the kill comes when every stream has begun."""
-    with tempfile.TemporaryDirectory() as folder:
-        with servers.shoal(Path(folder), "--replicas", "2", "--runner", runner) as server:
-            return asyncio.run(_measure(server, num_streams, output_len))
+    shape = ("--replicas", "2", "--runner", runner)
+    with tempfile.TemporaryDirectory() as folder, servers.shoal(Path(folder), *shape) as server:
+        return asyncio.run(_measure(server, num_streams, output_len))
 
 
 async def _measure(server: servers.Server, num_streams: int, output_len: int) -> KillOutcome:

@@ -17,7 +17,9 @@ import msgspec
 
 
 class Workload(msgspec.Struct, frozen=True):
-    """`num_requests` random prompts of exactly `input_len` tokens, `output_len` tokens each, greedy, end token ignored."""
+    """`num_requests` random prompts of exactly `input_len` tokens, `output_len` tokens each, greedy, end token
+    ignored.
+    """
 
     input_len: int
     output_len: int
@@ -46,7 +48,9 @@ class Answer(msgspec.Struct):
 
 
 class LoadResult(msgspec.Struct, frozen=True):
-    """Figures of one run. TTFT and gaps in milliseconds; a gap is the time between two consecutive chunks of one stream."""
+    """Figures of one run. TTFT and gaps in milliseconds; a gap is the time between two consecutive chunks of one
+    stream.
+    """
 
     workload: Workload
     duration_s: float
@@ -70,7 +74,8 @@ async def run_load(url: str, model: str, workload: Workload, headers: dict[str, 
 
         async def client() -> None:
             for prompt in prompts:  # one iterator for all clients: each takes the next
-                answers.append(await ask(session, url, model, prompt, workload.output_len))
+                answer = await ask(session, url, model, prompt, workload.output_len)
+                answers.append(answer)
 
         await asyncio.gather(*(client() for _ in range(workload.concurrency)))
         duration = time.perf_counter() - started

@@ -1,7 +1,7 @@
 """Servers under measurement as child processes on loopback: ours, and rivals from an environment that `PEERS` names.
 
-`PEERS` is a folder as `peers/setup_peers.sh` of the reference material makes it: `venv/` with vLLM for CPU, `smollm2/` with the same
-weights that we serve, as a Hugging Face folder.
+`PEERS` is a folder as `peers/setup_peers.sh` of the reference material makes it: `venv/` with vLLM for CPU, `smollm2/`
+with the same weights that we serve, as a Hugging Face folder.
 """
 
 from __future__ import annotations

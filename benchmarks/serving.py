@@ -1,7 +1,9 @@
-"""`make bench`: the default model through the whole cluster at concurrency 1, 8 and 32, beside vLLM where `PEERS` names it.
+"""`make bench`: the default model through the whole cluster at concurrency 1, 8 and 32, beside vLLM where `PEERS` names
+it.
 
-Model SmolLM2-135M-Instruct in bfloat16, 128 random tokens in and 128 out, greedy, end token ignored, closed loop, seed in the table.
-Servers stay up and take turns, round by round, because these machines are noisy; the verdict is a ratio of medians.
+Model SmolLM2-135M-Instruct in bfloat16, 128 random tokens in and 128 out, greedy, end token ignored, closed loop, seed
+in the table. Servers stay up and take turns, round by round, because these machines are noisy; the verdict is a ratio
+of medians.
 """
 
 from __future__ import annotations
@@ -67,12 +69,14 @@ def compare(
 def line(turn: Round) -> str:
     """One turn as a table row."""
     r = turn.result
-    overhead = "" if turn.overhead_us != turn.overhead_us else f"  {turn.overhead_us:5.0f} us CPU/token outside the model"
+    overhead = (
+        "" if turn.overhead_us != turn.overhead_us else f"  {turn.overhead_us:5.0f} us CPU/token outside the model"
+    )
     failed = f"  {r.num_failed} FAILED" if r.num_failed else ""
     return (
-        f"{turn.server:<6} c{r.workload.concurrency:<3} {r.output_tokens_per_s:7.1f} tok/s  {r.requests_per_s:6.2f} req/s  "
-        f"TTFT p50 {r.ttft_ms['p50']:7.1f} p99 {r.ttft_ms['p99']:7.1f}  gap p50 {r.gap_ms['p50']:6.1f} "
-        f"p99 {r.gap_ms['p99']:6.1f} max {r.gap_ms['max']:6.1f} ms{overhead}{failed}"
+        f"{turn.server:<6} c{r.workload.concurrency:<3} {r.output_tokens_per_s:7.1f} tok/s  "
+        f"{r.requests_per_s:6.2f} req/s  TTFT p50 {r.ttft_ms['p50']:7.1f} p99 {r.ttft_ms['p99']:7.1f}  "
+        f"gap p50 {r.gap_ms['p50']:6.1f} p99 {r.gap_ms['p99']:6.1f} max {r.gap_ms['max']:6.1f} ms{overhead}{failed}"
     )
 
 
@@ -81,7 +85,8 @@ def summary(found: dict[tuple[str, int], list[Round]]) -> list[str]:
     lines = []
     for (name, concurrency), turns in found.items():
         rates = [turn.result.output_tokens_per_s for turn in turns]
-        text = f"{name:<6} c{concurrency:<3} median {statistics.median(rates):7.1f} tok/s  [{min(rates):.1f} .. {max(rates):.1f}]"
+        text = f"{name:<6} c{concurrency:<3} median {statistics.median(rates):7.1f} tok/s"
+        text += f"  [{min(rates):.1f} .. {max(rates):.1f}]"
         ours = found.get(("shoal", concurrency))
         if ours and name != "shoal":
             text += f"   shoal / {name}: {ratio(ours, turns):.2f}"
@@ -115,7 +120,10 @@ def main() -> int:
                 print("PEERS is not set: no rival is installed", file=sys.stderr)
                 return 2
             running.append(stack.enter_context(rival))
-        print(f"{options.input_len} in / {options.output_len} out, seed {options.seed}, {options.rounds} rounds", flush=True)
+        print(
+            f"{options.input_len} in / {options.output_len} out, seed {options.seed}, {options.rounds} rounds",
+            flush=True,
+        )
         found = compare(running, loads, options.rounds)
         print("\n".join(summary(found)))
     return 0

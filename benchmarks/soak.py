@@ -1,7 +1,9 @@
-"""`make soak ARGS="--minutes 10 --kills 20"`: random clusters in virtual time with faults, then kill -9 on a live cluster.
+"""`make soak ARGS="--minutes 10 --kills 20"`: random clusters in virtual time with faults, then kill -9 on a live
+cluster.
 
-Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of it is in
-`tests/simulation/test_cluster.py` and `tests/cluster/test_serve.py`; figures of the last full run are in `docs/soak.md`.
+Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
+it is in `tests/simulation/test_cluster.py` and `tests/cluster/test_serve.py`; figures of the last full run are in
+`docs/soak.md`.
 """
 
 from __future__ import annotations
@@ -79,8 +81,14 @@ def virtual(minutes: float, first_seed: int) -> None:
         preemptions += sum(r.core.scheduler.counters.preemptions for r in cluster.replicas.values())
         if time.monotonic() - told > 10:
             told = time.monotonic()
-            print(f"soak: {seed - first_seed} clusters, {requests} requests, {tokens} tokens, {preemptions} preemptions", flush=True)
-    print(f"soak virtual: {seed - first_seed} clusters, {requests} requests, {tokens} tokens, {preemptions} preemptions: nothing lost")
+            print(
+                f"soak: {seed - first_seed} clusters, {requests} requests, {tokens} tokens, {preemptions} preemptions",
+                flush=True,
+            )
+    print(
+        f"soak virtual: {seed - first_seed} clusters, {requests} requests, {tokens} tokens, "
+        f"{preemptions} preemptions: nothing lost"
+    )
 
 
 def live(kills: int) -> int:

@@ -1,4 +1,6 @@
-"""RAY. Composition root: `ClusterConfig` -> Serve application. `import_path: cluster.app:build` for `serve run` and KubeRay."""
+"""RAY. Composition root: `ClusterConfig` -> Serve application. `import_path: cluster.app:build` for `serve run` and
+KubeRay.
+"""
 
 from __future__ import annotations
 

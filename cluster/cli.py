@@ -1,4 +1,6 @@
-"""RAY. The `shoal` command: serve, status, model. Heavy imports happen inside the commands, so `shoal --help` is instant."""
+"""RAY. The `shoal` command: serve, status, model. Heavy imports happen inside the commands, so `shoal --help` is
+instant.
+"""
 
 from __future__ import annotations
 

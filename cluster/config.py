@@ -1,4 +1,6 @@
-"""PURE. `ClusterConfig`: one YAML for laptop and Kubernetes. Frozen, unknown keys refused with the nearest valid name."""
+"""PURE. `ClusterConfig`: one YAML for laptop and Kubernetes. Frozen, unknown keys refused with the nearest valid
+name.
+"""
 
 from __future__ import annotations
 
@@ -59,6 +61,9 @@ class ClusterConfig(FrozenModel):
     replicas: ReplicasConfig = ReplicasConfig()
     tensor_parallel_size: int = Field(1, ge=1, le=1, description="Ranks per replica. Only 1 until workers land.")
     threads_per_replica: int | None = Field(None, ge=1, description="CPU threads of a runner. auto: cores / replicas.")
+    runner_placement: Literal["thread", "process"] = Field(
+        "thread", description="Where the model runs: on a thread of the replica, or in a process of its own."
+    )
     num_cpus_per_replica: float = Field(1, ge=0, description="CPUs Ray reserves for a replica.")
     drain_s: float = Field(
         30, ge=0, le=3600, description="How long a stopping replica lets requests end before it moves them."
@@ -89,7 +94,9 @@ class ClusterConfig(FrozenModel):
             scheduler=self.scheduler,
             admission=AdmissionConfig(max_queued_requests=self.router.max_queued_requests_per_replica),
             parallel=ParallelConfig(
-                tensor_parallel_size=self.tensor_parallel_size, num_threads=self.threads_per_replica
+                tensor_parallel_size=self.tensor_parallel_size,
+                num_threads=self.threads_per_replica,
+                runner_placement=self.runner_placement,
             ),
         )
 

@@ -1,7 +1,8 @@
-"""ASYNC. After a SIGKILL of `shoal serve` some of Ray's processes stay for more than a minute; the next start ends them.
+"""ASYNC. After a SIGKILL of `shoal serve` some of Ray's processes stay for more than a minute; the next start ends
+them.
 
-The driver writes down its descendants (pid and start time, so that a reused pid is never mistaken); whoever starts next ends those
-whose driver is gone.
+The driver writes down its descendants (pid and start time, so that a reused pid is never mistaken); whoever starts next
+ends those whose driver is gone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""RAY. `shoal serve`: start or join Ray, deploy, say when it is ready, and take everything down on Ctrl-C or SIGTERM."""
+"""RAY. `shoal serve`: start or join Ray, deploy, say when it is ready, and take everything down on Ctrl-C or
+SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
-    """Blocks until a signal. Returns the exit code. Raises ConfigError or ShoalError before anything is left running."""
+    """Blocks until a signal. Returns the exit code. Raises ConfigError or ShoalError before anything is left
+    running.
+    """
     started = time.monotonic()
     _check_port(host, port)
     _set_environment(config)
@@ -40,9 +44,8 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
             if not attached:
                 record_children()
             _deploy(config, host, port)
-            _say(
-                f"ready after {time.monotonic() - started:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)"
-            )
+            elapsed = time.monotonic() - started
+            _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
             _wait_for_signal()
         except KeyboardInterrupt:
             pass
@@ -61,7 +64,8 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
 
 @contextlib.contextmanager
 def _quiet_stderr() -> Iterator[None]:
-    """Ray's core prints that the controller's last task failed, because it was killed: true, intended, and no news for anybody.
+    """Ray's core prints that the controller's last task failed, because it was killed: true, intended, and no news for
+    anybody.
 
     It writes to the descriptor from C++, so the descriptor is what has to be turned away.
     """
@@ -141,7 +145,8 @@ def _set_environment(config: ClusterConfig) -> None:
     for name, value in SERVE_ENV.items():
         os.environ.setdefault(name, value)
     if not os.environ.get("RAY_ADDRESS"):
-        # one machine: Ray's own ports and our data plane listen on loopback (the switch is named after the systems it was made for)
+        # one machine: Ray's own ports and our data plane listen on loopback (the switch is named after the systems it
+        # was made for)
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")

@@ -1,4 +1,6 @@
-"""PURE. Environment that Serve reads when its processes start. Chosen by measurement: `docs/architecture.md`, "Ray Serve settings"."""
+"""PURE. Environment that Serve reads when its processes start. Chosen by measurement: `docs/architecture.md`, "Ray
+Serve settings".
+"""
 
 from __future__ import annotations
 

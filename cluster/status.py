@@ -29,7 +29,10 @@ def format_status(status: Mapping[str, Any]) -> str:
     """A table for people; one line a replica."""
     lines = [
         f"router {status['router_id'][:8]}: {status['requests']} requests, {status['held']} held",
-        f"{'replica':<12} {'state':<9} {'queued/cap':>10} {'returning':>9} {'running':>7} {'KV used':>8} {'hit rate':>8} {'preempted':>9}",
+        (
+            f"{'replica':<12} {'state':<9} {'queued/cap':>10} {'returning':>9} {'running':>7} "
+            f"{'KV used':>8} {'hit rate':>8} {'preempted':>9}"
+        ),
     ]
     for replica in status["replicas"]:
         counters = replica["counters"]
@@ -39,7 +42,8 @@ def format_status(status: Mapping[str, Any]) -> str:
         hit_rate = f"{100 * counters.get('prefix_cache_hits', 0) / queries:.0f} %" if queries else "-"
         lines.append(
             f"{replica['replica_id'][:12]:<12} {replica['state']:<9} {replica['queued']:>6}/{replica['queue_cap']:<3} "
-            f"{replica['returning']:>9} {replica['running']:>7} {used:>8} {hit_rate:>8} {counters.get('preemptions', 0):>9.0f}"
+            f"{replica['returning']:>9} {replica['running']:>7} {used:>8} {hit_rate:>8} "
+            f"{counters.get('preemptions', 0):>9.0f}"
         )
     if not status["replicas"]:
         lines.append("no replica is up")

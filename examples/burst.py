@@ -1,6 +1,8 @@
-"""Scenario B: 200 requests in three seconds at two replicas with a cap. Who is served, who is refused, and is anything left behind?
+"""Scenario B: 200 requests in three seconds at two replicas with a cap. Who is served, who is refused, and is anything
+left behind?
 
-`python -m examples.burst` starts a cluster with one router and one with three. `--url` uses a cluster that is already up.
+`python -m examples.burst` starts a cluster with one router and one with three. `--url` uses a cluster that is already
+up.
 """
 
 from __future__ import annotations

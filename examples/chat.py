@@ -1,4 +1,6 @@
-"""Talk to a running cluster with the official OpenAI client: `python -m examples.chat "What is the capital of France?"`."""
+"""Talk to a running cluster with the official OpenAI client: `python -m examples.chat "What is the capital of
+France?"`.
+"""
 
 from __future__ import annotations
 

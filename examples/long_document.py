@@ -1,7 +1,7 @@
 """Scenario A: nine short chats are talking when an 8,000-token document arrives. What do their readers notice?
 
-`python -m examples.long_document` starts a cluster with chunked prefill and one without, and prints the worst gap between two
-tokens of a short chat in each. `--url` measures a cluster that is already up instead.
+`python -m examples.long_document` starts a cluster with chunked prefill and one without, and prints the worst gap
+between two tokens of a short chat in each. `--url` measures a cluster that is already up instead.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """PURE. The one chained block hash, part of the contract: equal in every process, computed once and carried along.
 
-`hash(block) = SHA-256(parent hash | token ids as little-endian uint32)`, cut to 16 bytes. The root holds what else must match
-for KV to be interchangeable (model fingerprint, adapter, salt). SHA-256 because a collision would hand one user's KV to another
-(case C-18 asks for a compare or a collision-resistant hash); with SHA extensions it costs about 0.6 us a block, Python included.
+`hash(block) = SHA-256(parent hash | token ids as little-endian uint32)`, cut to 16 bytes. The root holds what else must
+match for KV to be interchangeable (model fingerprint, adapter, salt). SHA-256 because a collision would hand one user's
+KV to another (case C-18 asks for a compare or a collision-resistant hash); with SHA extensions it costs about 0.6 us a
+block, Python included.
 """
 
 from __future__ import annotations

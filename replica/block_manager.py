@@ -2,11 +2,12 @@
 
 Semantics (vLLM 0.32 is the model; deviations are ours):
 - Full blocks only are cached; a lookup never covers the last known token, since somebody must produce its logits.
-- A hash is registered when its block *has been computed*, not when it is planned: an unfinished prefill is never visible to others
-  (case C-15).
-- One hash, one block: a second block with equal content stays unregistered and is the first to be reused. So a removal event always
-  means that the last copy is gone (vLLM PR #55092 has that wrong).
-- Free order: unregistered blocks are reused first, registered ones least recently used first, the tail of a chain before its head.
+- A hash is registered when its block *has been computed*, not when it is planned: an unfinished prefill is never
+  visible to others (case C-15).
+- One hash, one block: a second block with equal content stays unregistered and is the first to be reused. So a removal
+  event always means that the last copy is gone (vLLM PR #55092 has that wrong).
+- Free order: unregistered blocks are reused first, registered ones least recently used first, the tail of a chain
+  before its head.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that already hold the leading tokens of `sequence`, at most `num_tokens - 1` of them. Changes nothing but hashes."""
+        """Blocks that already hold the leading tokens of `sequence`, at most `num_tokens - 1` of them. Changes nothing
+        but hashes.
+        """
         if not self._caching:
             return []
         sequence.extend_hashes(self.block_size)
@@ -128,8 +131,9 @@ class BlockManager:
     def admit(self, sequence: Sequence, *, keep_free: int = 0) -> bool:
         """Give `sequence` blocks for all its known tokens, prefix hits included; all or nothing.
 
-        Reserving the whole prompt keeps a half-computed prefill from ever being the one that cannot grow. `keep_free` is the
-        watermark in blocks. Sets `num_computed_tokens` to the hit length. Returns False, with nothing changed, if it does not fit.
+        Reserving the whole prompt keeps a half-computed prefill from ever being the one that cannot grow. `keep_free`
+        is the watermark in blocks. Sets `num_computed_tokens` to the hit length. Returns False, with nothing changed,
+        if it does not fit.
         """
         assert not sequence.block_ids, f"{sequence} is admitted twice"
         hits = self.find_prefix(sequence)
@@ -204,7 +208,9 @@ class BlockManager:
         return True
 
     def take_events(self) -> KVEvent | None:
-        """Changes of the cached set since the last call, coalesced: a hash stored and removed in between is in neither list."""
+        """Changes of the cached set since the last call, coalesced: a hash stored and removed in between is in neither
+        list.
+        """
         if not (self._stored or self._removed or self._cleared):
             return None
         stored = [h for h in dict.fromkeys(self._stored) if h in self._cached]
@@ -228,7 +234,9 @@ class BlockManager:
         )
 
     def validate(self, sequences: Iterable[Sequence]) -> None:
-        """Check every invariant against the block tables of all living sequences. Raises AssertionError with the story."""
+        """Check every invariant against the block tables of all living sequences. Raises AssertionError with the
+        story.
+        """
         references = [0] * self.num_blocks
         for sequence in sequences:
             assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{sequence} holds a block twice"

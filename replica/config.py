@@ -75,6 +75,9 @@ class ParallelConfig(FrozenModel):
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the runner. auto: cores shared among local replicas."
     )
+    runner_placement: Literal["thread", "process"] = Field(
+        "thread", description="Where the model runs: on a thread of the replica, or in a process of its own."
+    )
 
 
 class EngineConfig(FrozenModel):
@@ -102,8 +105,8 @@ GIB = 1 << 30
 def resolve(config: EngineConfig, hardware: Hardware, replicas_on_node: int = 1) -> EngineConfig:
     """Fill every `auto` from `hardware`. Pure: same input, same output.
 
-    The CPU token budget is 256: a CPU computes about 4,000 prompt tokens/s on the default model whatever the chunk (256 rows
-    already reach the matrix peak), so a bigger chunk only makes running streams wait longer.
+    The CPU token budget is 256: a CPU computes about 4,000 prompt tokens/s on the default model whatever the chunk (256
+    rows already reach the matrix peak), so a bigger chunk only makes running streams wait longer.
     """
     on_cpu = hardware.device == "cpu"
     dtype: DType = config.model.dtype

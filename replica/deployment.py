@@ -12,6 +12,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from replica.engine import Engine
 from replica.fake_runner import FakeModelRunner
 from replica.hardware import detect_hardware
 from replica.messages import Role
+from replica.runner_process import RunnerProcess
 from replica.runner_thread import PacedRunner, RunnerThread
 from replica.service import ReplicaService
 from replica.step import ModelRunner
@@ -50,7 +52,8 @@ def make_runner(config: EngineConfig, model_source: ModelSource) -> ModelRunner:
 class Replica:
     """Plain class behind the deployment. `model_source` turns a model name into a folder on this node.
 
-    `config` may hold `auto` values: they are resolved here, from the hardware of the node where the replica really runs.
+    `config` may hold `auto` values: they are resolved here, from the hardware of the node where the replica really
+    runs.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -67,7 +70,8 @@ class Replica:
         self.incarnation = uuid.uuid4().hex
         self._drain_s = drain_s
         self._drained = False
-        runner = RunnerThread(lambda: make_runner(self.config, model_source))
+        make = partial(make_runner, self.config, model_source)
+        runner = RunnerProcess(make) if self.config.parallel.runner_placement == "process" else RunnerThread(make)
         self.engine = Engine(self.config, runner, incarnation=self.incarnation)
         await self.engine.start()
         logger.info("%s", self.engine.core.info.description)
@@ -143,5 +147,7 @@ def replica_deployment(
         max_ongoing_requests=1000,
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
-    application: serve.Application = deployment.bind(config.model_dump(), model_source, drain_s, replicas_on_node, role.value)
+    application: serve.Application = deployment.bind(
+        config.model_dump(), model_source, drain_s, replicas_on_node, role.value
+    )
     return application

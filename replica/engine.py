@@ -1,7 +1,7 @@
 """ASYNC. The shell around `EngineCore`: the step loop, the links to routers, abort and drain.
 
-Everything here runs on one event loop, so the core needs no lock; only the runner works elsewhere. While a step computes, requests
-are accepted or refused at once, and the results of the step before leave for the routers.
+Everything here runs on one event loop, so the core needs no lock; only the runner works elsewhere. While a step
+computes, requests are accepted or refused at once, and the results of the step before leave for the routers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from replica.messages import (
     encode,
 )
 from replica.report_policy import LOAD_INTERVAL_S, ReportPolicy
+from replica.runner_process import RunnerProcess
 from replica.runner_thread import RunnerThread
 from replica.step import StepPlan, StepResult
 
@@ -33,7 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: every router hears from the replica at least this often, so that silence means something
 HEARTBEAT_S = 1.0
-#: a link with more unsent messages than this belongs to a router that does not read; it is cut rather than buffered for ever
+#: a link with more unsent messages than this belongs to a router that does not read; it is cut rather than buffered for
+#: ever
 MAX_UNSENT_MESSAGES = 20_000
 #: a step longer than this is called hung by `check_health`
 MAX_STEP_S = 120.0
@@ -48,10 +50,12 @@ class RouterLink:
         self.router_id = router_id
         self._unsent: deque[bytes] = deque()
         self._ready = asyncio.Event()
+        self._flushed = asyncio.Event()
         self._closed = False
 
     def send(self, message: UpMessage) -> None:
         self._unsent.append(encode(message))
+        self._flushed.clear()
         if len(self._unsent) > MAX_UNSENT_MESSAGES:
             logger.warning("router %s does not read; its link is cut", self.router_id)
             self._closed = True
@@ -61,15 +65,16 @@ class RouterLink:
         self._closed = True
         self._ready.set()
 
-    @property
-    def is_flushed(self) -> bool:
-        return not self._unsent
+    async def wait_flushed(self) -> None:
+        """Until the transport has taken everything there is."""
+        await self._flushed.wait()
 
     async def messages(self) -> AsyncIterator[bytes]:
         """Encoded messages in order, until the link is closed and empty."""
         while True:
             while self._unsent:
                 yield self._unsent.popleft()
+            self._flushed.set()
             if self._closed:
                 return
             self._ready.clear()
@@ -82,7 +87,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        runner: RunnerThread,
+        runner: RunnerThread | RunnerProcess,
         *,
         incarnation: str,
         clock: Callable[[], float] = time.time,
@@ -168,8 +173,7 @@ class Engine:
             await self._wait_idle()
         try:
             async with asyncio.timeout(2):
-                while not all(link.is_flushed for link in self._links.values()):
-                    await asyncio.sleep(0.005)
+                await asyncio.gather(*(link.wait_flushed() for link in self._links.values()))
         except TimeoutError:
             logger.warning("drain: a router did not take its last messages within 2 s")
 

@@ -1,7 +1,8 @@
 """PURE. One replica without its shell: admission, scheduler, blocks and the outputs for each router.
 
-Events in (`submit`, `abort`, `update`), orders out (`schedule` gives a plan for the runner, `update` gives messages for routers).
-`replica/engine.py` drives it with asyncio and a runner thread; the simulator drives it with a virtual clock. Both run this code.
+Events in (`submit`, `abort`, `update`), orders out (`schedule` gives a plan for the runner, `update` gives messages for
+routers). `replica/engine.py` drives it with asyncio and a runner thread; the simulator drives it with a virtual clock.
+Both run this code.
 """
 
 from __future__ import annotations
@@ -106,11 +107,8 @@ class EngineCore:
 
         Sequences in flight end with the next `update`; call again until `num_unfinished` is 0.
         """
-        progress = []
-        for sequence in self.scheduler.living():
-            if self.scheduler.abort(sequence, FinishReason.MOVED, now):
-                progress.append(Progress(sequence, [], FinishReason.MOVED))
-        return self._outputs(progress)
+        moved = [s for s in self.scheduler.living() if self.scheduler.abort(s, FinishReason.MOVED, now)]
+        return self._outputs([Progress(sequence, [], FinishReason.MOVED) for sequence in moved])
 
     def load(self, now: float) -> ReplicaLoad:
         """A snapshot for routers. Linear in the number of unfinished sequences."""

@@ -1,8 +1,8 @@
 """PURE. A model runner without a model: deterministic tokens, step time from a cost model. Shipped, not a test helper.
 
-The next token is a function of the whole prefix, but the prefix is not taken from the token list: it is a rolling hash that
-lives in a fake KV cache and is read and written *through the block table*. So a wrong block table, a block reused too early or a
-shared block that was never computed changes the tokens, as it would with a real model.
+The next token is a function of the whole prefix, but the prefix is not taken from the token list: it is a rolling hash
+that lives in a fake KV cache and is read and written *through the block table*. So a wrong block table, a block reused
+too early or a shared block that was never computed changes the tokens, as it would with a real model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _ROOT = 0x1E3779B97F4A7C15
 
 
 class CostModel(msgspec.Struct, frozen=True):
-    """Seconds of a step = base + tokens x per_token + sequences x per_sequence + context tokens read x per_context_token.
+    """Seconds of a step = base + tokens x per_token + sequences x per_sequence + context tokens read x
+    per_context_token.
 
     The defaults are the default model on two CPU cores with bfloat16.
     """
@@ -89,7 +90,9 @@ class _Known:
 
 
 class FakeModelRunner:
-    """Implements `replica.step.ModelRunner`. Does not sleep: `StepResult.duration_s` says how long a device would have taken."""
+    """Implements `replica.step.ModelRunner`. Does not sleep: `StepResult.duration_s` says how long a device would have
+    taken.
+    """
 
     def __init__(
         self,
@@ -125,7 +128,9 @@ class FakeModelRunner:
         return len(self._known)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Advance the fake KV through the block tables. Raises KeyError or IndexError on a plan that breaks the contract."""
+        """Advance the fake KV through the block tables. Raises KeyError or IndexError on a plan that breaks the
+        contract.
+        """
         self._apply_news(plan)
         seq_ids, token_ids = [], []
         for seq_id, start, count in zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, strict=True):

@@ -1,4 +1,6 @@
-"""PURE. When each router hears from a replica: with every step that has a token for it, soon after a refusal, else now and then."""
+"""PURE. When each router hears from a replica: with every step that has a token for it, soon after a refusal, else now
+and then.
+"""
 
 from __future__ import annotations
 

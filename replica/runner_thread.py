@@ -1,7 +1,7 @@
 """ASYNC. A model runner on a thread of its own, awaited from the event loop.
 
-Thread or process was measured on two cores (`docs/architecture.md`, "Runner thread"). Torch and our kernels release the GIL, so the
-loop sends results and takes requests while a step computes.
+Thread or process was measured on two cores (`docs/architecture.md`, "Runner thread"). Torch and our kernels release the
+GIL, so the loop sends results and takes requests while a step computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ _Job = tuple[Callable[[], object], "asyncio.Future[object]"]
 
 
 class RunnerThread:
-    """Builds the runner on its thread and calls it only there: OpenMP pools belong to the thread that first used them."""
+    """Builds the runner on its thread and calls it only there: OpenMP pools belong to the thread that first used
+    them.
+    """
 
     def __init__(self, factory: Callable[[], ModelRunner]) -> None:
         self._factory = factory
@@ -59,7 +61,7 @@ class RunnerThread:
         return future
 
     def _work(self) -> None:
-        _name_thread(b"shoal-runner")
+        name_thread(b"shoal-runner")
         while (job := self._jobs.get()) is not None:
             function, future = job
             try:
@@ -72,8 +74,10 @@ class RunnerThread:
                 return  # the loop is closed: nobody waits any more
 
 
-def _name_thread(name: bytes) -> None:
-    """Name the calling thread for `ps -L` and `top -H`; OpenMP's threads inherit it, so the model's CPU time can be told from the rest."""
+def name_thread(name: bytes) -> None:
+    """Name the calling thread for `ps -L` and `top -H`; OpenMP's threads inherit it, so the model's CPU time can be
+    told from the rest.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(15, name, 0, 0, 0)  # PR_SET_NAME
 

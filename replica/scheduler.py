@@ -1,11 +1,12 @@
 """PURE. Picks the tokens of each step: continuous batching, chunked prefill, preemption by recompute.
 
 One step, in order (vLLM's v1 model with three deliberate changes, marked *):
-1. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt. A chunk can so never
-   take the budget from a stream that is already talking.
+1. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt. A chunk
+   can so never take the budget from a stream that is already talking.
 2. A running sequence that cannot get a block preempts the running sequence admitted last, which may be itself.
-3. If nothing was preempted: returning sequences, then queued ones, in key order, until one does not fit. Admission reserves blocks for all
-   known tokens*, so only decode growth can fail later; the watermark applies only while something runs.
+3. If nothing was preempted: returning sequences, then queued ones, in key order, until one does not fit. Admission
+   reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only while
+   something runs.
 4. A preempted sequence waits as *returning*, before anything fresh and at its old place*.
 
 `schedule` and `update` alternate; between them the runner works, and `add` and `abort` may be called at any time.
@@ -48,7 +49,9 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """The only one that moves a sequence between queued, returning, running and finished. Knows neither clock nor device."""
+    """The only one that moves a sequence between queued, returning, running and finished. Knows neither clock nor
+    device.
+    """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, eos_token_ids: tuple[int, ...]) -> None:
         assert config.max_num_batched_tokens is not None, "resolve() the configuration first"
@@ -78,7 +81,9 @@ class Scheduler:
         (self.queued if sequence.status is Status.QUEUED else self.returning).push(sequence)
 
     def abort(self, sequence: Sequence, reason: FinishReason, now: float) -> bool:
-        """End `sequence`. True if it is over now; False if the runner works on it, so that its blocks are freed by `update`."""
+        """End `sequence`. True if it is over now; False if the runner works on it, so that its blocks are freed by
+        `update`.
+        """
         if sequence.status is Status.FINISHED:
             return True
         if sequence.in_flight:
@@ -107,7 +112,9 @@ class Scheduler:
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
-        """Take in what the runner computed for `plan`. Returns one `Progress` per sequence that got a token or ended."""
+        """Take in what the runner computed for `plan`. Returns one `Progress` per sequence that got a token or
+        ended.
+        """
         progress: list[Progress] = []
         sampled = dict(zip(result.seq_ids, result.token_ids, strict=True))
         for sequence, num_tokens in zip(self._in_step, plan.num_scheduled, strict=True):
@@ -133,7 +140,9 @@ class Scheduler:
         return progress
 
     def fail_step(self, now: float) -> list[Progress]:
-        """The runner raised: end every sequence of the step with ERROR. Their KV is not trusted, so nothing of it is registered."""
+        """The runner raised: end every sequence of the step with ERROR. Their KV is not trusted, so nothing of it is
+        registered.
+        """
         progress = []
         for sequence in self._in_step:
             sequence.in_flight = False
@@ -222,8 +231,8 @@ class Scheduler:
             budget.spend(sequence, budget.chunk(sequence.num_uncomputed_tokens), [])
 
     def _fits_budget(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Always, with chunks. Without them a prompt wants a budget that covers it, but the first one of a step gets its way: else
-        a prompt longer than the budget, or one beside many decodes, would wait for ever."""
+        """Always, with chunks. Without them a prompt wants a budget that covers it, but the first one of a step gets
+        its way: else a prompt longer than the budget, or one beside many decodes, would wait for ever."""
         if self._config.enable_chunked_prefill or not budget.has_prefill:
             return True
         hits = len(self._blocks.find_prefix(sequence)) * self._blocks.block_size
@@ -241,7 +250,9 @@ class Scheduler:
         return Progress(sequence, [token_id], reason)
 
     def _stop_check(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Order as in vLLM: eos, stop token ids, length. `min_tokens` is kept by the sampler, which masks stop tokens until then."""
+        """Order as in vLLM: eos, stop token ids, length. `min_tokens` is kept by the sampler, which masks stop tokens
+        until then.
+        """
         sampling = sequence.sampling
         if token_id in self._eos and not sampling.ignore_eos:
             return FinishReason.STOP

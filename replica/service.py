@@ -1,7 +1,7 @@
 """ASYNC. The data plane of a replica: one bidirectional gRPC stream per router, step-batched upwards.
 
-Bytes in, bytes out (`replica.messages` is the codec), so there is no generated code. gRPC brings HTTP/2 flow control, keep-alive and a
-death notice within 15 ms.
+Bytes in, bytes out (`replica.messages` is the codec), so there is no generated code. gRPC brings HTTP/2 flow control,
+keep-alive and a death notice within 15 ms.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Sampled tokens, in plan order: `token_ids[i]` belongs to `seq_ids[i]`; sequences that did not sample are absent."""
+    """Sampled tokens, in plan order: `token_ids[i]` belongs to `seq_ids[i]`; sequences that did not sample are
+    absent.
+    """
 
     step: int
     seq_ids: list[int]

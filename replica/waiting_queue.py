@@ -16,7 +16,8 @@ def _key(sequence: Sequence) -> tuple[OrderKey, int]:
 class WaitingQueue:
     """Sorted by (order key, seq_id). The same key sorts at the router, so both places agree on who is next.
 
-    A sequence that comes back (preempted) has its old key and so its old place: it never falls behind a later one (vLLM #41951).
+    A sequence that comes back (preempted) has its old key and so its old place: it never falls behind a later one (vLLM
+    #41951).
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""RAY. The router as a Serve ingress deployment: HTTP edge, tokenizer, dispatcher and streams to replicas in one process."""
+"""RAY. The router as a Serve ingress deployment: HTTP edge, tokenizer, dispatcher and streams to replicas in one
+process.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ class Router:
         )
         self._app = create_app(self.settings, tokenizer, self.backend)
         membership.LISTENERS.append((loop, self.backend.on_view))
-        # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no error
+        # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no
+        # error
         with contextlib.suppress(DeploymentUnavailableError):
             await replicas.broadcast("describe").results_async(return_exceptions=True)
         gc.collect()

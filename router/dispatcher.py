@@ -1,6 +1,7 @@
 """PURE. The router's decisions: place, hold, try elsewhere, refuse, continue after a loss.
 
-Events in, instructions out; the shell (`router/live_backend.py`) carries them out over gRPC, the simulator in virtual time.
+Events in, instructions out; the shell (`router/live_backend.py`) carries them out over gRPC, the simulator in virtual
+time.
 
     submit ──> SENT ──accepted──> ACCEPTED ──finish──> gone
                 │ ▲                  │ replica lost or moved

@@ -122,7 +122,9 @@ class LiveBackend:
     # ---- membership: called on the loop with everyone that Serve says is running ----
 
     def on_view(self, replicas: Mapping[str, Mapping[str, str]]) -> None:
-        """`replicas`: id -> metadata (address, incarnation, role). A drop means draining or dead: place nothing there, keep the stream."""
+        """`replicas`: id -> metadata (address, incarnation, role). A drop means draining or dead: place nothing there,
+        keep the stream.
+        """
         for name, metadata in replicas.items():
             replica_id = ReplicaId(name)
             if replica_id not in self._known and "address" in metadata:

@@ -14,7 +14,9 @@ from router.backend import TokenEvent
 
 
 class LiveStream:
-    """Implements `router.backend.GenerationStream`. Holds prompt and emitted tokens, so a lost replica costs a pause."""
+    """Implements `router.backend.GenerationStream`. Holds prompt and emitted tokens, so a lost replica costs a
+    pause.
+    """
 
     def __init__(
         self,

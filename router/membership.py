@@ -1,7 +1,9 @@
-"""RAY. The one file that knows Serve's request-router API (alpha; Ray is pinned, `tests/cluster/test_membership.py` holds it).
+"""RAY. The one file that knows Serve's request-router API (alpha; Ray is pinned, `tests/cluster/test_membership.py`
+holds it).
 
-Serve creates a `Membership` in each process that has a handle to the replicas and calls `update_replicas` on every change of the set:
-0.11 s after a replica is ready or is told to stop. It is used to observe only; no request is ever routed through it.
+Serve creates a `Membership` in each process that has a handle to the replicas and calls `update_replicas` on every
+change of the set: 0.11 s after a replica is ready or is told to stop. It is used to observe only; no request is ever
+routed through it.
 """
 
 from __future__ import annotations

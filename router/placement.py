@@ -11,7 +11,8 @@ Policy = Callable[[Iterable[ReplicaView]], list[ReplicaView]]
 
 
 def least_tokens(candidates: Iterable[ReplicaView]) -> list[ReplicaView]:
-    """Least outstanding tokens first. Counting requests instead would call a replica with one 8,000-token prompt idle (vLLM #40795).
+    """Least outstanding tokens first. Counting requests instead would call a replica with one 8,000-token prompt idle
+    (vLLM #40795).
 
     Ties go to the replica this router used less, then by id, so that the choice is repeatable.
     """

@@ -1,6 +1,7 @@
 """ASYNC. One router's stream to one replica: connects, reconnects while the replica is in the view, reports what comes.
 
-The far side is `replica/service.py`. A broken stream is the quickest sign of death there is: 10 to 15 ms after a `kill -9`.
+The far side is `replica/service.py`. A broken stream is the quickest sign of death there is: 10 to 15 ms after a `kill
+-9`.
 """
 
 from __future__ import annotations

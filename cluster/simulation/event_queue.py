@@ -10,8 +10,9 @@ from collections.abc import Callable
 class Rank(enum.IntEnum):
     """Order of events at one instant.
 
-    What ends comes before what begins: a finished step frees its places before a message is looked at, messages arrive before new
-    requests do, faults and timers see all of that, and a step starts last, so that it takes along everything of its instant.
+    What ends comes before what begins: a finished step frees its places before a message is looked at, messages arrive
+    before new requests do, faults and timers see all of that, and a step starts last, so that it takes along everything
+    of its instant.
     """
 
     STEP_END = 0

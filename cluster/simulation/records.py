@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import msgspec
 
 from replica.messages import FinishReason, RefusalReason
@@ -21,7 +23,9 @@ class SimRequest(msgspec.Struct, frozen=True):
 
 
 class SimRecord(msgspec.Struct):
-    """What the client saw. Exactly one of `finish_reason`, `refusal`, `failure`, `aborted` ends it; `num_ends` counts."""
+    """What the client saw. Exactly one of `finish_reason`, `refusal`, `failure`, `aborted` ends it; `num_ends`
+    counts.
+    """
 
     request: SimRequest
     token_ids: list[int] = []
@@ -42,5 +46,4 @@ class SimRecord(msgspec.Struct):
     @property
     def gaps_s(self) -> list[float]:
         """Times between consecutive tokens (ITL)."""
-        times = self.token_times_s
-        return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+        return [later - earlier for earlier, later in pairwise(self.token_times_s)]

@@ -94,9 +94,7 @@ class SimCluster:
         replica = self.replicas.get(replica_id)
         if replica is None:
             return  # dead, and the router does not know yet: the bytes go nowhere
-        self.events.after(
-            self._config.network_delay_s, Rank.MESSAGE_DOWN, lambda: replica.receive(router_id, message)
-        )
+        self.events.after(self._config.network_delay_s, Rank.MESSAGE_DOWN, lambda: replica.receive(router_id, message))
 
     def _send_up(self, replica_id: ReplicaId, router_id: RouterId, message: UpMessage) -> None:
         router = self.routers[router_id]

@@ -1,4 +1,6 @@
-"""PURE. A replica in virtual time: the production `EngineCore` with a fake runner whose steps take what the cost model says."""
+"""PURE. A replica in virtual time: the production `EngineCore` with a fake runner whose steps take what the cost model
+says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Engines, their gRPC services and routers in one process: the real data plane without Ray, with runners that a test controls."""
+"""Engines, their gRPC services and routers in one process: the real data plane without Ray, with runners that a test
+controls.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`shoal serve` as a user starts it: a child process on a free loopback port, ended by its own pid, with nothing left behind."""
+"""`shoal serve` as a user starts it: a child process on a free loopback port, ended by its own pid, with nothing left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,12 @@ class ShoalProcess:
         if fake:
             command += ["--runner", "fake"]
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
 
     def __enter__(self) -> ShoalProcess:
@@ -78,11 +85,17 @@ class ShoalProcess:
 
     def survivors(self) -> list[int]:
         """Descendants that still run (zombies do not count)."""
-        return [pid for pid, began in self.family.items() if began is not None and start_time(pid) == began and not _is_zombie(pid)]
+        return [
+            pid
+            for pid, began in self.family.items()
+            if began is not None and start_time(pid) == began and not _is_zombie(pid)
+        ]
 
     def pids(self, deployment: str) -> list[int]:
         """Serve replicas of one of our deployments: `Replica` or `Router`."""
-        return [pid for pid in descendants(self.process.pid) if f"ray::ServeReplica:shoal:{deployment}" in _command(pid)]
+        return [
+            pid for pid in descendants(self.process.pid) if f"ray::ServeReplica:shoal:{deployment}" in _command(pid)
+        ]
 
     def status(self) -> dict:
         return dict(httpx.get(f"{self.url}/status", timeout=10).json())

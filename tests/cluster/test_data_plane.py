@@ -1,4 +1,6 @@
-"""Router to replica over real gRPC in one process: no Ray, and every order of events forced by a gate instead of a sleep."""
+"""Router to replica over real gRPC in one process: no Ray, and every order of events forced by a gate instead of a
+sleep.
+"""
 
 from __future__ import annotations
 
@@ -103,7 +105,11 @@ async def test_a_full_cluster_refuses_with_a_reason_and_tries_the_other_replica_
         for i in range(6):  # one running and two queued on each
             tasks.append(asyncio.create_task(backend.generate(request(f"q{i}", [i], 2, arrival=i))))
             await until(lambda i=i: sum(r.engine.core.num_unfinished for r in c.replicas) == i + 1)
-            await until(lambda: all(len(r.engine.core.scheduler.running) or not r.engine.core.num_unfinished for r in c.replicas))
+            await until(
+                lambda: all(
+                    len(r.engine.core.scheduler.running) or not r.engine.core.num_unfinished for r in c.replicas
+                )
+            )
         with pytest.raises(QueueFullError) as caught:
             await backend.generate(request("too-many", [9], 2))
         assert caught.value.retry_after_s >= 1
@@ -117,7 +123,7 @@ async def test_a_full_cluster_refuses_with_a_reason_and_tries_the_other_replica_
 
 async def test_what_can_never_fit_is_refused_with_numbers() -> None:
     async with cluster(num_blocks=4) as c:
-        with pytest.raises(NeverFitsError, match="40 tokens.*32"):
+        with pytest.raises(NeverFitsError, match=r"40 tokens.*32"):
             await c.routers[0].generate(request("q", [1] * 40, 2))
         stream = await c.routers[0].generate(request("short", [1] * 10, 2))
         assert await collect(stream) == {0: reference([1] * 10, 2)}

@@ -78,7 +78,9 @@ def test_ops_endpoints(shoal: ShoalProcess) -> None:
 
 
 def test_scenario_b_two_hundred_requests_in_three_seconds(shoal: ShoalProcess) -> None:
-    """Queued never passes the cap (the replica itself keeps the maximum); the rest get 503; what was accepted finishes right."""
+    """Queued never passes the cap (the replica itself keeps the maximum); the rest get 503; what was accepted finishes
+    right.
+    """
 
     async def flood() -> list[httpx.Response]:
         limits = httpx.Limits(max_connections=None)
@@ -125,7 +127,9 @@ def test_a_client_that_leaves_frees_its_blocks(shoal: ShoalProcess) -> None:
 
 
 def test_kill_9_of_a_replica_costs_its_streams_a_pause(shoal: ShoalProcess) -> None:
-    """Its requests continue on the other replica with the same tokens; the other's do not notice; Serve replaces the dead one."""
+    """Its requests continue on the other replica with the same tokens; the other's do not notice; Serve replaces the
+    dead one.
+    """
     wait_until(lambda: len(shoal.status()["replicas"]) == 2 and len(shoal.pids("Replica")) == 2, 30, "two replicas")
     victim, *_ = shoal.pids("Replica")
     health: list[int] = []
@@ -151,8 +155,7 @@ def test_kill_9_of_a_replica_costs_its_streams_a_pause(shoal: ShoalProcess) -> N
             while len(seen) < 10:
                 seen.add(await begun.get())
             os.kill(victim, signal.SIGKILL)
-            for _ in range(20):
-                health.append((await client.get("/health")).status_code)
+            health.extend([(await client.get("/health")).status_code for _ in range(20)])
             return list(await asyncio.gather(*tasks))
 
     outputs = asyncio.run(run())
@@ -160,7 +163,9 @@ def test_kill_9_of_a_replica_costs_its_streams_a_pause(shoal: ShoalProcess) -> N
     assert set(health) == {200}, "one replica was up all the time"
     wait_until(lambda: len(shoal.pids("Replica")) == 2, 30, "Serve's replacement")
     assert victim not in shoal.pids("Replica")
-    wait_until(lambda: sum(r["state"] == "up" for r in shoal.status()["replicas"]) == 2, 30, "the new replica in the view")
+    wait_until(
+        lambda: sum(r["state"] == "up" for r in shoal.status()["replicas"]) == 2, 30, "the new replica in the view"
+    )
     wait_until(lambda: is_at_baseline(shoal), 10, "pools at baseline")
 
 

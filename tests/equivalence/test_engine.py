@@ -1,4 +1,6 @@
-"""Our own ways of computing give the same bits: a slice of what `make claims ONLY=line.equal FULL=1` measures in full."""
+"""Our own ways of computing give the same bits: a slice of what `make claims ONLY=line.equal FULL=1` measures in
+full.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ ITEMS = make_items(12, 16)
 def runners(request: pytest.FixtureRequest) -> Iterator[list[TorchModelRunner]]:
     folder = Path(model_store.resolve("smollm2-135m-instruct"))
     config = EngineConfig(
-        model=ModelConfig(dtype=request.param), cache=CacheConfig(num_blocks=700), parallel=ParallelConfig(num_threads=2)
+        model=ModelConfig(dtype=request.param),
+        cache=CacheConfig(num_blocks=700),
+        parallel=ParallelConfig(num_threads=2),
     )
     runners = [TorchModelRunner(config, folder) for _ in range(2)]
     yield runners

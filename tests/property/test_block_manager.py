@@ -1,4 +1,6 @@
-"""The block manager against a naive model, under arbitrary sequences of operations (invariants 9 to 14 of the field notes)."""
+"""The block manager against a naive model, under arbitrary sequences of operations (invariants 9 to 14 of the field
+notes).
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def make_sequence(seq_id: int, token_ids: Iterable[int], salt: str = "") -> Sequ
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """`content` is the naive model: what was really written into each block, position by position, by whoever computed it."""
+    """`content` is the naive model: what was really written into each block, position by position, by whoever computed
+    it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +60,10 @@ class BlockMachine(RuleBasedStateMachine):
         self.blocks.commit(sequence)
 
     @rule(
-        pattern=st.integers(0, 2), length=st.integers(1, 30), salt=st.sampled_from(["", "tenant"]), keep=st.integers(0, 3)
+        pattern=st.integers(0, 2),
+        length=st.integers(1, 30),
+        salt=st.sampled_from(["", "tenant"]),
+        keep=st.integers(0, 3),
     )
     def admit(self, pattern: int, length: int, salt: str, keep: int) -> None:
         # three underlying texts, so that prefixes are shared often

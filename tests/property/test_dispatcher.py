@@ -1,4 +1,6 @@
-"""The router's decisions under arbitrary replies, loads, losses, drains, aborts and time: each request ends exactly once."""
+"""The router's decisions under arbitrary replies, loads, losses, drains, aborts and time: each request ends exactly
+once.
+"""
 
 from __future__ import annotations
 

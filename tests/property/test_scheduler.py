@@ -1,4 +1,6 @@
-"""The engine core with a fake runner whose KV is real bookkeeping, under arbitrary submits, aborts, steps, failures and drains."""
+"""The engine core with a fake runner whose KV is real bookkeeping, under arbitrary submits, aborts, steps, failures and
+drains.
+"""
 
 from __future__ import annotations
 
@@ -188,7 +190,9 @@ class EngineMachine(RuleBasedStateMachine):
                     del self.clients[(router, item.request_id)]
 
     def check(self, client: Client, index: int) -> None:
-        """Tokens equal the undisturbed run at every moment, whatever was preempted, shared, chunked or aborted around it."""
+        """Tokens equal the undisturbed run at every moment, whatever was preempted, shared, chunked or aborted around
+        it.
+        """
         tokens = client.tokens[index]
         assert tokens == expected_output(client.prompts[index], len(tokens), vocab_size=VOCAB)
         if client.ends[index] is FinishReason.LENGTH:

@@ -52,7 +52,8 @@ def document_among_chats(seed: int = 0) -> list[SimRequest]:
     """Scenario A: nine short chats are talking when an 8,000-token document arrives."""
     rng = random.Random(seed)
     chats = [
-        SimRequest(f"chat-{i}", 0.01 * i, [rng.randrange(1000) for _ in range(rng.randint(20, 60))], 150) for i in range(9)
+        SimRequest(f"chat-{i}", 0.01 * i, [rng.randrange(1000) for _ in range(rng.randint(20, 60))], 150)
+        for i in range(9)
     ]
     document = SimRequest("document", 0.5, [rng.randrange(1000) for _ in range(8000)], 20)
     return [*chats, document]

@@ -41,9 +41,7 @@ def assert_clean(cluster: SimCluster, records: list[SimRecord]) -> None:
 @pytest.mark.parametrize("num_routers", [1, 3])
 def test_scenario_b_two_hundred_requests_in_three_seconds_at_two_replicas_with_a_cap(num_routers: int) -> None:
     cap = 8
-    cluster = SimCluster(
-        SimConfig(engine=engine(cap=cap, max_num_seqs=16), num_replicas=2, num_routers=num_routers)
-    )
+    cluster = SimCluster(SimConfig(engine=engine(cap=cap, max_num_seqs=16), num_replicas=2, num_routers=num_routers))
     records = cluster.run(burst(200, 3.0, seed=5, output=(40, 200), num_routers=num_routers))
     assert_clean(cluster, records)
     loads = [replica.core.load(cluster.events.now) for replica in cluster.replicas.values()]
@@ -60,7 +58,9 @@ def test_scenario_b_two_hundred_requests_in_three_seconds_at_two_replicas_with_a
 
 def test_same_seed_same_bytes() -> None:
     def run() -> bytes:
-        cluster = SimCluster(SimConfig(engine=engine(cap=4, max_num_seqs=4), num_replicas=2, num_routers=2, num_blocks=64))
+        cluster = SimCluster(
+            SimConfig(engine=engine(cap=4, max_num_seqs=4), num_replicas=2, num_routers=2, num_blocks=64)
+        )
         cluster.kill_at(0.7, ReplicaId("replica-0"), replace_after_s=0.5)
         return msgspec.json.encode(cluster.run(burst(150, 2.0, seed=9, num_routers=2, abort_share=0.2)))
 

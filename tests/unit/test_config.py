@@ -104,7 +104,17 @@ def test_resolve_fills_every_auto_and_keeps_what_was_set() -> None:
 def test_flags_and_set_win_over_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "shoal.yaml"
     path.write_text("replicas: {both: 4}\nscheduler: {max_num_seqs: 9}\n")
-    arguments = ["serve", "--config", str(path), "--replicas", "2", "--set", "scheduler.watermark=0.03", "--api-key", "k"]
+    arguments = [
+        "serve",
+        "--config",
+        str(path),
+        "--replicas",
+        "2",
+        "--set",
+        "scheduler.watermark=0.03",
+        "--api-key",
+        "k",
+    ]
     assert main([*arguments, "--print-config"]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["replicas"]["both"] == 2

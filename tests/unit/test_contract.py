@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,16 +13,16 @@ from replica.block_hash import chain_hashes, root_hash
 from replica.report_policy import ReportPolicy
 
 SAMPLING = m.SamplingParams(7, 0.5, 3, 0.9, 2**63 - 1, 1, True, (5, 6))
-REQUEST = m.GenerateRequest(
-    m.RequestId("r"), [m.SequenceInput(0, [1, 2], SAMPLING, [3])], (1.0, -2, 3.5), "salt", 9.0
-)
+REQUEST = m.GenerateRequest(m.RequestId("r"), [m.SequenceInput(0, [1, 2], SAMPLING, [3])], (1.0, -2, 3.5), "salt", 9.0)
 LOAD = m.ReplicaLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1.5, {"x": 1.0})
-MESSAGES = [
+MESSAGES: list[Any] = [
     m.Submit(REQUEST, 4),
     m.Abort(m.RequestId("r"), [0, 2]),
     m.Abort(m.RequestId("r")),
     m.SubmitReply(m.RequestId("r"), 4, LOAD, m.RefusalReason.QUEUE_FULL, "why"),
-    m.StepOutput("i", LOAD, [m.SequenceOutput(m.RequestId("r"), 1, [9], m.FinishReason.STOP, 9, 16)], [m.KVEvent([b"a"])]),
+    m.StepOutput(
+        "i", LOAD, [m.SequenceOutput(m.RequestId("r"), 1, [9], m.FinishReason.STOP, 9, 16)], [m.KVEvent([b"a"])]
+    ),
     m.Draining(3.5),
 ]
 
@@ -64,7 +65,14 @@ def test_a_chain_can_be_extended_block_by_block() -> None:
 
 
 def test_everything_that_must_not_share_has_another_root() -> None:
-    roots = {root_hash("m"), root_hash("n"), root_hash("m", "s"), root_hash("m", "", "s"), root_hash("m", "ss"), root_hash("ms")}
+    roots = {
+        root_hash("m"),
+        root_hash("n"),
+        root_hash("m", "s"),
+        root_hash("m", "", "s"),
+        root_hash("m", "ss"),
+        root_hash("ms"),
+    }
     assert len(roots) == 6
 
 

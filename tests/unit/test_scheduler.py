@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner, expected_output
-from replica.messages import FinishReason, GenerateRequest, RefusalReason, RequestId, RouterId, SamplingParams, SequenceInput
+from replica.messages import (
+    FinishReason,
+    GenerateRequest,
+    RefusalReason,
+    RequestId,
+    RouterId,
+    SamplingParams,
+    SequenceInput,
+)
 from replica.step import StepPlan
 
 ROUTER = RouterId("r")
@@ -15,8 +25,12 @@ VOCAB = 1000
 class Harness:
     """A core and a runner; `step()` is schedule, execute, update."""
 
-    def __init__(self, *, num_blocks: int = 64, block_size: int = 4, caching: bool = True, cap: int = 64, **scheduler: object) -> None:
-        self.runner = FakeModelRunner(num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, eos_token_ids=(7,))
+    def __init__(
+        self, *, num_blocks: int = 64, block_size: int = 4, caching: bool = True, cap: int = 64, **scheduler: object
+    ) -> None:
+        self.runner = FakeModelRunner(
+            num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, eos_token_ids=(7,)
+        )
         settings = {"max_num_batched_tokens": 32, "watermark": 0.0, **scheduler}
         config = EngineConfig(
             scheduler=SchedulerConfig.model_validate(settings),
@@ -28,7 +42,9 @@ class Harness:
         self.ends: dict[str, FinishReason] = {}
         self.now = 0.0
 
-    def submit(self, name: str, prompt: list[int], max_tokens: int = 8, *, arrival: float | None = None, **sampling: object) -> RefusalReason | None:
+    def submit(
+        self, name: str, prompt: list[int], max_tokens: int = 8, *, arrival: float | None = None, **sampling: object
+    ) -> RefusalReason | None:
         params = {"temperature": 0.0, "ignore_eos": True, **sampling}
         request = GenerateRequest(
             RequestId(name),
@@ -45,7 +61,7 @@ class Harness:
     def finish(self, plan: StepPlan) -> None:
         result = self.runner.execute(plan)
         self.now += 1.0
-        for output in sum(self.core.update(plan, result, self.now).values(), []):
+        for output in chain.from_iterable(self.core.update(plan, result, self.now).values()):
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output.finish_reason
@@ -263,7 +279,7 @@ def test_drain_refuses_and_hands_everything_over_once() -> None:
     assert plan is not None
     h.core.stop_admission()
     assert h.submit("late", [1]) is RefusalReason.DRAINING
-    moved = [o.request_id for o in sum(h.core.hand_over(h.now).values(), [])]
+    moved = [o.request_id for o in chain.from_iterable(h.core.hand_over(h.now).values())]
     assert moved == ["q2", "q3"], "those in the runner's hands leave with the end of the step"
     h.finish(plan)
     assert h.ends == {"q0": FinishReason.MOVED, "q1": FinishReason.MOVED}

@@ -1,0 +1,103 @@
+"""ASYNC. A model runner in a process of its own: same interface as `RunnerThread`.
+
+The model then shares no interpreter with the event loop; each plan and result crosses a pipe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+from collections import deque
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import msgspec
+
+from replica.errors import EngineError
+from replica.runner_thread import name_thread
+from replica.step import ModelRunner, RunnerInfo, StepPlan, StepResult
+
+_plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_result_decoder = msgspec.msgpack.Decoder(StepResult)
+
+
+class RunnerProcess:
+    """Spawns the runner; awaits it from the event loop through the pipe's descriptor, without a thread."""
+
+    def __init__(self, factory: Callable[[], ModelRunner]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, far_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(factory, far_end), daemon=True)
+        self._far_end = far_end
+        self._waiting: deque[asyncio.Future[bytes]] = deque()
+
+    async def start(self) -> RunnerInfo:
+        """Load the model. Raises EngineError with the far side's sentence."""
+        self._loop = asyncio.get_running_loop()
+        self._process.start()
+        self._far_end.close()
+        self._loop.add_reader(self._pipe.fileno(), self._on_readable)
+        return msgspec.msgpack.decode(await self._expect(), type=RunnerInfo)
+
+    def execute(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Begin a step at once; the future gives its result or raises EngineError."""
+        self._pipe.send_bytes(msgspec.msgpack.encode(plan))
+        return asyncio.ensure_future(self._result())
+
+    async def close(self) -> None:
+        """End the process. Idempotent."""
+        if self._process.is_alive():
+            with contextlib.suppress(OSError):
+                self._pipe.send_bytes(b"")
+            await self._loop.run_in_executor(None, self._process.join, 10)
+            self._process.kill()
+        self._loop.remove_reader(self._pipe.fileno())
+        self._pipe.close()
+
+    async def _result(self) -> StepResult:
+        return _result_decoder.decode(await self._expect())
+
+    def _expect(self) -> asyncio.Future[bytes]:
+        future: asyncio.Future[bytes] = self._loop.create_future()
+        self._waiting.append(future)
+        return future
+
+    def _on_readable(self) -> None:
+        try:
+            data = self._pipe.recv_bytes()
+        except (EOFError, OSError):
+            self._loop.remove_reader(self._pipe.fileno())
+            while self._waiting:
+                self._waiting.popleft().set_exception(EngineError("the runner process is gone"))
+            return
+        future = self._waiting.popleft()
+        if future.cancelled():
+            return
+        if data[:1] == b"!":
+            future.set_exception(EngineError(data[1:].decode()))
+        else:
+            future.set_result(data[1:])
+
+
+def _serve(factory: Callable[[], ModelRunner], pipe: Connection) -> None:
+    """The far side: build, then one plan after the other. `=` leads a result, `!` the text of an error."""
+    name_thread(b"shoal-runner")
+    try:
+        runner = factory()
+        pipe.send_bytes(b"=" + msgspec.msgpack.encode(runner.info))
+    except Exception as error:
+        pipe.send_bytes(b"!" + str(error).encode())
+        return
+    while True:
+        try:
+            data = pipe.recv_bytes()
+        except EOFError:
+            break
+        if not data:
+            break
+        try:
+            pipe.send_bytes(b"=" + msgspec.msgpack.encode(runner.execute(_plan_decoder.decode(data))))
+        except Exception as error:
+            pipe.send_bytes(b"!" + repr(error).encode())
+    runner.close()
