@@ -113,7 +113,10 @@ def load(source: Mapping[str, Any] | str | Path | None, overrides: Mapping[str, 
     Raises ConfigError with one sentence per mistake: field, value, what is allowed.
     """
     data = _read(source)
-    for key, value in (overrides or {}).items():
+    # `serve run cluster.app:build router.replicas=2` can only give flat keys
+    dotted = {key: data.pop(key) for key in list(data) if isinstance(key, str) and "." in key}
+    overrides = {**dotted, **(overrides or {})}
+    for key, value in overrides.items():
         _put(data, key, value)
     try:
         return ClusterConfig.model_validate(data)

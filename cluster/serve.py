@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import FrameType
 
 from cluster.config import ClusterConfig
@@ -29,37 +30,63 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
     """
     started = time.monotonic()
     _check_port(host, port)
+    config = _localize(config)
     _set_environment(config)
     for line in sweep_orphans():
         _say(line)
     with ThreadPoolExecutor(1) as pool:
         # the model is fetched and converted while Ray starts: both take seconds
         model = pool.submit(_prepare_model, config)
-        import ray
-        from ray import serve
-
         attached = _start_ray(config)
         try:
             model.result()
+            _deploy(config, host, port)
             if not attached:
                 record_children()
-            _deploy(config, host, port)
             elapsed = time.monotonic() - started
             _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
             _wait_for_signal()
         except KeyboardInterrupt:
             pass
         finally:
-            _say("stopping: streams end or move, then the processes go")
-            from cluster.app import APP_NAME
-
-            with _quiet_stderr():
-                if attached:
-                    serve.delete(APP_NAME)
-                else:
-                    serve.shutdown()
-                ray.shutdown()
+            _stop(attached)
     return 0
+
+
+def _stop(attached: bool) -> None:
+    """Drain and end what was started here. A second signal skips the draining; a Ray of our own goes either way."""
+    import ray
+    from ray import serve
+
+    from cluster.app import APP_NAME
+
+    _say("stopping: streams may end first (Ctrl-C again stops at once)")
+    with _quiet_stderr():
+        try:
+            if attached:
+                serve.delete(APP_NAME)
+            else:
+                serve.shutdown()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            ray.shutdown()
+
+
+def _localize(config: ClusterConfig) -> ClusterConfig:
+    """Paths of this shell mean nothing in Ray's processes: make the model absolute, take the template's text along.
+
+    A model that is not there is refused here, before anything was started.
+    """
+    from cluster import model_store
+
+    update: dict[str, str] = {}
+    if config.model not in model_store.BUILTIN_MODELS:
+        update["model"] = str(model_store.resolve(config.model).absolute())
+        update["served_model_name"] = config.served_name
+    if config.chat_template and (path := Path(config.chat_template).expanduser()).is_file():
+        update["chat_template"] = path.read_text()
+    return config.model_copy(update=update)
 
 
 @contextlib.contextmanager
@@ -167,10 +194,14 @@ def _wait_for_signal() -> None:
     """Ray installs its own handlers in `init`; ours come after, so that `finally` above always runs."""
     stop = threading.Event()
 
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
+        for each in numbers:  # the second one interrupts whatever the first began
+            signal.signal(each, signal.default_int_handler)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in numbers:
         signal.signal(number, on_signal)
     stop.wait()
 

@@ -74,7 +74,11 @@ class Replica:
         runner = RunnerProcess(make) if self.config.parallel.runner_placement == "process" else RunnerThread(make)
         self.engine = Engine(self.config, runner, incarnation=self.incarnation)
         await self.engine.start()
-        logger.info("%s", self.engine.core.info.description)
+        info = self.engine.core.info
+        logger.info("%s", info.description)
+        if info.num_blocks * info.block_size < info.max_model_len:
+            room = info.num_blocks * info.block_size
+            logger.warning("the KV cache holds %d tokens, less than max_model_len %d", room, info.max_model_len)
         self._service = ReplicaService(self.engine)
         self.address = await self._service.start(ray.util.get_node_ip_address())
         # what start-up left is never garbage: keep the collector from walking it on every step
