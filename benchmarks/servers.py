@@ -36,6 +36,8 @@ class Server:
         self.process = subprocess.Popen(
             self._command, cwd=ROOT, env=self._env, stdout=self._file, stderr=subprocess.STDOUT, start_new_session=True
         )
+        # a benchmark that is itself told to stop must not leave servers behind
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         pause = threading.Event()
         while not self._answers():
             if self.process.poll() is not None:

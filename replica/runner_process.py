@@ -42,11 +42,15 @@ class RunnerProcess:
 
     def execute(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Begin a step at once; the future gives its result or raises EngineError."""
+        # the future is in place before the answer can be: uvloop may call the reader before it starts a new task
+        answer = self._expect()
         self._pipe.send_bytes(msgspec.msgpack.encode(plan))
-        return asyncio.ensure_future(self._result())
+        return asyncio.ensure_future(_decoded(answer))
 
     async def close(self) -> None:
         """End the process. Idempotent."""
+        if self._pipe.closed:
+            return
         if self._process.is_alive():
             with contextlib.suppress(OSError):
                 self._pipe.send_bytes(b"")
@@ -54,9 +58,6 @@ class RunnerProcess:
             self._process.kill()
         self._loop.remove_reader(self._pipe.fileno())
         self._pipe.close()
-
-    async def _result(self) -> StepResult:
-        return _result_decoder.decode(await self._expect())
 
     def _expect(self) -> asyncio.Future[bytes]:
         future: asyncio.Future[bytes] = self._loop.create_future()
@@ -78,6 +79,10 @@ class RunnerProcess:
             future.set_exception(EngineError(data[1:].decode()))
         else:
             future.set_result(data[1:])
+
+
+async def _decoded(answer: asyncio.Future[bytes]) -> StepResult:
+    return _result_decoder.decode(await answer)
 
 
 def _serve(factory: Callable[[], ModelRunner], pipe: Connection) -> None:
