@@ -29,7 +29,8 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
     running.
     """
     started = time.monotonic()
-    _check_port(host, port)
+    if not os.environ.get("RAY_ADDRESS"):
+        _check_port(host, port)
     config = _localize(config)
     _set_environment(config)
     for line in sweep_orphans():
@@ -38,23 +39,29 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
         # the model is fetched and converted while Ray starts: both take seconds
         model = pool.submit(_prepare_model, config)
         attached = _start_ray(config)
+        owns_serve = not _serve_is_running()
         try:
             model.result()
             _deploy(config, host, port)
             if not attached:
                 record_children()
+            if not owns_serve and not _listens(host, port):
+                _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
             elapsed = time.monotonic() - started
             _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
             _wait_for_signal()
         except KeyboardInterrupt:
             pass
         finally:
-            _stop(attached)
+            _stop(owns_serve)
     return 0
 
 
-def _stop(attached: bool) -> None:
-    """Drain and end what was started here. A second signal skips the draining; a Ray of our own goes either way."""
+def _stop(owns_serve: bool) -> None:
+    """Drain and end what was started here: our application, Serve if it was not there before, and a Ray of our own.
+
+    A second signal skips the draining.
+    """
     import ray
     from ray import serve
 
@@ -63,10 +70,10 @@ def _stop(attached: bool) -> None:
     _say("stopping: streams may end first (Ctrl-C again stops at once)")
     with _quiet_stderr():
         try:
-            if attached:
-                serve.delete(APP_NAME)
-            else:
+            if owns_serve and serve.status().applications.keys() <= {APP_NAME}:
                 serve.shutdown()
+            else:
+                serve.delete(APP_NAME)
         except KeyboardInterrupt:
             pass
         finally:
@@ -121,7 +128,10 @@ def _start_ray(config: ClusterConfig) -> bool:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _say(f"joining Ray at {address}")
-        ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ShoalError(f"cannot join Ray at RAY_ADDRESS={address}: {error}") from None
         return True
     _say("starting Ray")
     needed = config.replicas.both * config.num_cpus_per_replica + config.router.replicas + 1
@@ -134,6 +144,24 @@ def _start_ray(config: ClusterConfig) -> bool:
         object_store_memory=100 << 20,  # nothing of ours goes through it
     )
     return False
+
+
+def _serve_is_running() -> bool:
+    import ray
+
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def _listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=2).close()
+    except OSError:
+        return False
+    return True
 
 
 def _deploy(config: ClusterConfig, host: str, port: int) -> None:

@@ -1,4 +1,4 @@
-"""Thread and process give the same answers, the same errors and the same end, on asyncio's own loop and on uvloop (Serve's)."""
+"""Thread and process give the same answers, errors and end, on asyncio's own loop and on uvloop (Serve's)."""
 
 from __future__ import annotations
 
