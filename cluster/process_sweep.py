@@ -13,10 +13,13 @@ import os
 import signal
 from pathlib import Path
 
+from replica.cache_folder import cache_folder
+
 
 def run_folder() -> Path:
-    """Where drivers write their lists."""
-    return Path(os.environ.get("SHOAL_CACHE", Path.home() / ".cache" / "shoal")) / "run"
+    """Where drivers of this machine, since it booted, write their lists: a shared home must not mix up pids."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return cache_folder() / "run" / (boot.read_text().strip() if boot.exists() else "this-machine")
 
 
 def record_children(folder: Path | None = None) -> None:

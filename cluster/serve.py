@@ -32,19 +32,24 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
     if not os.environ.get("RAY_ADDRESS"):
         _check_port(host, port)
     config = _localize(config)
-    _set_environment(config)
+    _set_environment()
     for line in sweep_orphans():
         _say(line)
+    has_deployed = False
     with ThreadPoolExecutor(1) as pool:
         # the model is fetched and converted while Ray starts: both take seconds
         model = pool.submit(_prepare_model, config)
         attached = _start_ray(config)
         owns_serve = not _serve_is_running()
         try:
-            model.result()
-            _deploy(config, host, port)
             if not attached:
                 record_children()
+            model.result()
+            _refuse_a_second_application(owns_serve)
+            has_deployed = True
+            _deploy(config, host, port)
+            if not attached:
+                record_children()  # again: now with the replicas
             if not owns_serve and not _listens(host, port):
                 _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
             elapsed = time.monotonic() - started
@@ -53,11 +58,11 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
         except KeyboardInterrupt:
             pass
         finally:
-            _stop(owns_serve)
+            _stop(owns_serve, has_deployed)
     return 0
 
 
-def _stop(owns_serve: bool) -> None:
+def _stop(owns_serve: bool, has_deployed: bool) -> None:
     """Drain and end what was started here: our application, Serve if it was not there before, and a Ray of our own.
 
     A second signal skips the draining.
@@ -72,7 +77,7 @@ def _stop(owns_serve: bool) -> None:
         try:
             if owns_serve and serve.status().applications.keys() <= {APP_NAME}:
                 serve.shutdown()
-            else:
+            elif has_deployed:
                 serve.delete(APP_NAME)
         except KeyboardInterrupt:
             pass
@@ -156,6 +161,18 @@ def _serve_is_running() -> bool:
     return True
 
 
+def _refuse_a_second_application(owns_serve: bool) -> None:
+    """Deploying under a name that is taken would replace somebody's application without a word."""
+    from ray import serve
+
+    from cluster.app import APP_NAME
+
+    if not owns_serve and APP_NAME in serve.status().applications:
+        raise ShoalError(
+            f"an application {APP_NAME!r} runs in that Ray cluster; stop it first, or delete it with `serve delete`"
+        )
+
+
 def _listens(host: str, port: int) -> bool:
     try:
         socket.create_connection((host, port), timeout=2).close()
@@ -193,7 +210,7 @@ def _why(app_name: str) -> str:
     return "\n".join(message for message in messages if message)
 
 
-def _set_environment(config: ClusterConfig) -> None:
+def _set_environment() -> None:
     """Before `ray` is imported: Serve reads these when its modules load, in this process and in every one it starts."""
     from cluster.serve_env import SERVE_ENV
 

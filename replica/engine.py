@@ -9,76 +9,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore, RouterOutputs
 from replica.errors import EngineError
-from replica.messages import (
-    Abort,
-    DownMessage,
-    Draining,
-    RouterId,
-    StepOutput,
-    Submit,
-    UpMessage,
-    encode,
-)
-from replica.report_policy import LOAD_INTERVAL_S, ReportPolicy
+from replica.messages import Abort, DownMessage, Draining, RouterId, StepOutput, Submit
+from replica.report_schedule import HEARTBEAT_S, LOAD_INTERVAL_S, ReportSchedule
+from replica.router_link import RouterLink
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import RunnerThread
-from replica.step import StepPlan, StepResult
+from replica.step import StepPlan
 
 logger = logging.getLogger(__name__)
 
-#: every router hears from the replica at least this often, so that silence means something
-HEARTBEAT_S = 1.0
-#: a link with more unsent messages than this belongs to a router that does not read; it is cut rather than buffered for
-#: ever
-MAX_UNSENT_MESSAGES = 20_000
-#: a step longer than this is called hung by `check_health`
+#: while a step takes longer than this the replica falls silent, so that routers place nothing more behind it
+STALLED_STEP_S = 30.0
+#: a step longer than this is called hung by `check_health`, and Serve replaces the replica
 MAX_STEP_S = 120.0
-#: after this many failed steps in a row the device is taken for broken and the replica for unhealthy
+#: after this many failed steps in a row the runner counts as broken: the loop ends, what is left moves elsewhere
 MAX_FAILED_STEPS = 3
-
-
-class RouterLink:
-    """The way up to one router: a queue that the engine fills without ever waiting and a gRPC handler drains."""
-
-    def __init__(self, router_id: RouterId) -> None:
-        self.router_id = router_id
-        self._unsent: deque[bytes] = deque()
-        self._ready = asyncio.Event()
-        self._flushed = asyncio.Event()
-        self._closed = False
-
-    def send(self, message: UpMessage) -> None:
-        self._unsent.append(encode(message))
-        self._flushed.clear()
-        if len(self._unsent) > MAX_UNSENT_MESSAGES:
-            logger.warning("router %s does not read; its link is cut", self.router_id)
-            self._closed = True
-        self._ready.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self._ready.set()
-
-    async def wait_flushed(self) -> None:
-        """Until the transport has taken everything there is."""
-        await self._flushed.wait()
-
-    async def messages(self) -> AsyncIterator[bytes]:
-        """Encoded messages in order, until the link is closed and empty."""
-        while True:
-            while self._unsent:
-                yield self._unsent.popleft()
-            self._flushed.set()
-            if self._closed:
-                return
-            self._ready.clear()
-            await self._ready.wait()
+#: what `drain` allows for the end of the last step and for the last messages
+_LAST_STEP_S = 5.0
+_FLUSH_S = 2.0
 
 
 class Engine:
@@ -98,7 +51,7 @@ class Engine:
         self.incarnation = incarnation
         self.core: EngineCore
         self._links: dict[RouterId, RouterLink] = {}
-        self._reports = ReportPolicy()
+        self._reports = ReportSchedule()
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -116,11 +69,11 @@ class Engine:
             asyncio.create_task(self._heartbeat(), name="shoal-heartbeat"),
         ]
 
-    def connect(self, router_id: RouterId) -> RouterLink:
+    def connect(self, router_id: RouterId, on_cut: Callable[[], object] = lambda: None) -> RouterLink:
         """A router's stream is open. A second one of the same router replaces the first and ends its requests."""
         if router_id in self._links:
             self.disconnect(self._links[router_id])
-        link = self._links[router_id] = RouterLink(router_id)
+        link = self._links[router_id] = RouterLink(router_id, on_cut)
         now = self._clock()
         link.send(StepOutput(self.incarnation, self.core.load(now)))
         self._reports.sent(router_id, now)
@@ -136,7 +89,9 @@ class Engine:
             self._kick()
 
     def handle(self, link: RouterLink, message: DownMessage) -> None:
-        """One message from a router."""
+        """One message from a router; ignored if a newer stream of the router has taken this one's place."""
+        if self._links.get(link.router_id) is not link:
+            return
         now = self._clock()
         match message:
             case Submit(request=request, epoch=epoch):
@@ -150,46 +105,58 @@ class Engine:
         self._kick()
 
     def check_health(self) -> None:
-        """Progress, not just life. Raises EngineError if the step loop died or a step hangs."""
+        """Progress, not just life. Raises EngineError if the step loop ended or a step hangs."""
         if self._failure is not None:
             raise EngineError(f"the step loop ended: {self._failure!r}")
-        if self._num_failed_steps >= MAX_FAILED_STEPS:
-            raise EngineError(f"the last {self._num_failed_steps} steps failed")
-        started = self._step_started_at
-        if started is not None and time.monotonic() - started > MAX_STEP_S:
-            raise EngineError(f"a step has been running for {time.monotonic() - started:.0f} s")
+        if self._step_age_s() > MAX_STEP_S:
+            raise EngineError(f"a step has been running for {self._step_age_s():.0f} s")
 
     async def drain(self, drain_s: float) -> None:
-        """Refuse new requests, let short ones end for `drain_s`, hand the rest back as MOVED, flush. Idempotent."""
+        """Refuse new requests, let short ones end for `drain_s`, hand the rest back as MOVED, flush. Idempotent.
+
+        Returns within `drain_s` and a few seconds whatever the runner does.
+        """
         self.core.stop_admission()
-        deadline = self._clock() + drain_s
-        for link in self._links.values():
-            link.send(Draining(deadline))
-        try:
-            async with asyncio.timeout(drain_s):
-                await self._wait_idle()
-        except TimeoutError:
+        self._announce_draining(drain_s)
+        is_stuck = self._failure is not None or self._step_age_s() > STALLED_STEP_S
+        if not await self._wait_idle(0.0 if is_stuck else drain_s):
             self._publish(self.core.hand_over(self._clock()))
-            await self._wait_idle()
+            await self._wait_idle(0.0 if is_stuck else _LAST_STEP_S)
+        flushed = asyncio.gather(*(link.wait_flushed() for link in self._links.values()))
         try:
-            async with asyncio.timeout(2):
-                await asyncio.gather(*(link.wait_flushed() for link in self._links.values()))
+            await asyncio.wait_for(flushed, _FLUSH_S)
         except TimeoutError:
-            logger.warning("drain: a router did not take its last messages within 2 s")
+            logger.warning("drain: a router did not take its last messages within %s s", _FLUSH_S)
 
     async def close(self) -> None:
         """Stop stepping and free the device, whatever is running."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._load_timer is not None:
+            self._load_timer.cancel()
         for link in list(self._links.values()):
             link.close()
         await self._runner.close()
 
-    async def _wait_idle(self) -> None:
-        while self.core.num_unfinished:
-            self._idle.clear()
-            await self._idle.wait()
+    def _announce_draining(self, drain_s: float) -> None:
+        for link in self._links.values():
+            link.send(Draining(self._clock() + drain_s))
+
+    def _step_age_s(self) -> float:
+        started = self._step_started_at
+        return 0.0 if started is None else time.monotonic() - started
+
+    async def _wait_idle(self, timeout_s: float) -> bool:
+        """False if there is still work after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.core.num_unfinished:
+                    self._idle.clear()
+                    await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _kick(self) -> None:
         self._wake.set()
@@ -197,8 +164,8 @@ class Engine:
             self._idle.set()
 
     async def _run(self) -> None:
+        outputs: RouterOutputs = {}
         try:
-            outputs: RouterOutputs = {}
             while True:
                 plan = self.core.schedule(self._clock())
                 if plan is None:
@@ -210,12 +177,14 @@ class Engine:
                     await self._wake.wait()
                     continue
                 outputs = await self._step(plan, outputs)
+                if self._num_failed_steps >= MAX_FAILED_STEPS:
+                    raise EngineError(f"the last {self._num_failed_steps} steps failed")
         except asyncio.CancelledError:
             raise
         except BaseException as error:
             logger.exception("the step loop ended")
             self._failure = error
-            self._publish(self.core.fail_step(self._clock()))
+            self._end_of_loop(outputs)
 
     async def _step(self, plan: StepPlan, previous: RouterOutputs) -> RouterOutputs:
         """Start `plan`, send what the step before gave while it computes, then take in its result."""
@@ -223,7 +192,7 @@ class Engine:
         future = self._runner.execute(plan)
         self._publish(previous)
         try:
-            result: StepResult = await future
+            result = await future
         except Exception:
             logger.exception("step %d failed; its %d sequences end with an error", plan.step, len(plan.seq_ids))
             self._num_failed_steps += 1
@@ -233,10 +202,20 @@ class Engine:
         self._num_failed_steps = 0
         return self.core.update(plan, result, self._clock())
 
+    def _end_of_loop(self, unpublished: RouterOutputs) -> None:
+        """Nothing will be computed here any more: tell every router, and give everything back."""
+        self.core.stop_admission()
+        self._announce_draining(0.0)
+        self._publish(unpublished)
+        self._publish(self.core.fail_step(self._clock()))
+        self._publish(self.core.hand_over(self._clock()))
+        self._idle.set()
+
     async def _heartbeat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
-            self._schedule_load()
+            if self._failure is None and self._step_age_s() < STALLED_STEP_S:
+                self._schedule_load()
 
     def _publish(self, outputs: RouterOutputs) -> None:
         now = self._clock()

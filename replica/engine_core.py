@@ -73,8 +73,10 @@ class EngineCore:
         for sequence in list(self._requests.get((router_id, request_id), ())):
             if indices is not None and sequence.index not in indices:
                 continue
-            if self.scheduler.abort(sequence, FinishReason.ABORT, now):
-                self._forget(sequence)
+            self.scheduler.abort(sequence, FinishReason.ABORT, now)
+            self._forget(
+                sequence
+            )  # at once, though the runner may still hold it: the id can come back in a new attempt
 
     def abort_router(self, router_id: RouterId, now: float) -> None:
         """A router is gone: end all of its requests."""
@@ -149,13 +151,16 @@ class EngineCore:
         self.scheduler.validate()
         assert len(self.scheduler.queued) <= self._cap, f"{len(self.scheduler.queued)} queued, cap {self._cap}"
         known = {s.seq_id for sequences in self._requests.values() for s in sequences}
-        assert known == {s.seq_id for s in self.scheduler.living()}, "request map and scheduler disagree"
+        wanted = {s.seq_id for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT}
+        assert known == wanted, "request map and scheduler disagree"
 
     def _check(self, router_id: RouterId, request: GenerateRequest) -> tuple[RefusalReason | None, str]:
         if self._draining:
             return RefusalReason.DRAINING, "the replica is draining"
         if (router_id, request.request_id) in self._requests:
-            return RefusalReason.NEVER_FITS, f"request id {request.request_id!r} is already in use"
+            return RefusalReason.DUPLICATE, f"request id {request.request_id!r} is already in use"
+        if not request.sequences:
+            return RefusalReason.NEVER_FITS, "the request has no sequences"
         try:
             for sequence in request.sequences:
                 self._check_sequence(sequence)
@@ -192,8 +197,8 @@ class EngineCore:
             raise NeverFitsError(
                 f"the prompt has {num_tokens} tokens, but {name} holds {limit} with at least one of output", "prompt"
             )
-        top = max(max(sequence.prompt_token_ids), max(sequence.output_token_ids, default=0))
-        if top >= self.info.vocab_size or min(sequence.prompt_token_ids) < 0:
+        token_ids = sequence.prompt_token_ids + sequence.output_token_ids
+        if min(token_ids) < 0 or max(token_ids) >= self.info.vocab_size:
             raise InvalidRequestError(f"token ids must lie in [0, {self.info.vocab_size})", "prompt")
 
     def _accept(self, router_id: RouterId, request: GenerateRequest, now: float) -> None:
@@ -213,6 +218,7 @@ class EngineCore:
                 root=root,
                 max_total_tokens=min(limit, len(item.prompt_token_ids) + item.sampling.max_tokens),
                 now=now,
+                is_returning=request.is_returning,
             )
             self._next_seq_id += 1
             sequences.append(sequence)
@@ -224,10 +230,10 @@ class EngineCore:
         outputs: RouterOutputs = {}
         for item in progress:
             sequence = item.sequence
+            if item.finish_reason is FinishReason.ABORT:
+                continue  # forgotten already; whoever aborts does not wait for an answer
             if item.finish_reason is not None:
                 self._forget(sequence)
-                if item.finish_reason is FinishReason.ABORT:
-                    continue  # whoever aborts does not wait for an answer
             output = SequenceOutput(
                 sequence.request_id,
                 sequence.index,

@@ -149,7 +149,7 @@ class FakeModelRunner:
 
     def _apply_news(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:
-            del self._known[seq_id]
+            self._known.pop(seq_id, None)  # a step that failed may have come before the runner ever saw it
         for new in plan.new:
             sampling = new.sampling
             # greedy ignores the seed; ignore_eos and min_tokens keep eos out, as masking does in a real sampler

@@ -14,6 +14,10 @@ from typing import NewType
 
 import msgspec
 
+#: the data plane's one gRPC method, and the longest message on it: a 100,000-token prompt is about 0.5 MB
+METHOD = "/shoal.Replica/Connect"
+MAX_MESSAGE_BYTES = 64 << 20
+
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
 RouterId = NewType("RouterId", str)
@@ -38,7 +42,10 @@ class RefusalReason(enum.StrEnum):
     QUEUE_FULL = "queue_full"
     NO_REPLICA = "no_replica"
     DRAINING = "draining"
+    #: longer than the context or the pool, or more sequences than the whole queue holds, or ids that do not exist
     NEVER_FITS = "never_fits"
+    #: an earlier attempt of the same request is still here
+    DUPLICATE = "duplicate"
 
 
 class Role(enum.StrEnum):
@@ -87,11 +94,8 @@ class GenerateRequest(_Message, frozen=True):
     cache_salt: str = ""
     #: seconds since the epoch, or None
     deadline_s: float | None = None
-
-    @property
-    def is_returning(self) -> bool:
-        """True for a resumed or moved request: it was scheduled before, so no cap applies to it."""
-        return any(sequence.output_token_ids for sequence in self.sequences)
+    #: resumed or moved in: it was accepted before, so no cap applies to any of its sequences
+    is_returning: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -44,7 +44,10 @@ class RunnerProcess:
         """Begin a step at once; the future gives its result or raises EngineError."""
         # the future is in place before the answer can be: uvloop may call the reader before it starts a new task
         answer = self._expect()
-        self._pipe.send_bytes(msgspec.msgpack.encode(plan))
+        try:
+            self._pipe.send_bytes(msgspec.msgpack.encode(plan))
+        except OSError:
+            self._lose()
         return asyncio.ensure_future(_decoded(answer))
 
     async def close(self) -> None:
@@ -64,16 +67,21 @@ class RunnerProcess:
         self._waiting.append(future)
         return future
 
+    def _lose(self) -> None:
+        while self._waiting:
+            future = self._waiting.popleft()
+            if not future.done():
+                future.set_exception(EngineError("the runner process is gone"))
+
     def _on_readable(self) -> None:
         try:
             data = self._pipe.recv_bytes()
         except (EOFError, OSError):
             self._loop.remove_reader(self._pipe.fileno())
-            while self._waiting:
-                self._waiting.popleft().set_exception(EngineError("the runner process is gone"))
+            self._lose()
             return
         future = self._waiting.popleft()
-        if future.cancelled():
+        if future.done():
             return
         if data[:1] == b"!":
             future.set_exception(EngineError(data[1:].decode()))

@@ -87,7 +87,8 @@ class Scheduler:
         if sequence.status is Status.FINISHED:
             return True
         if sequence.in_flight:
-            sequence.abort_reason = reason
+            # the first reason stays: a drain must not announce as moved what its router gave up
+            sequence.abort_reason = sequence.abort_reason or reason
             return False
         self._finish(sequence, reason, now)
         return True

@@ -69,6 +69,7 @@ class Sequence:
         root: bytes,
         max_total_tokens: int,
         now: float,
+        is_returning: bool = False,
     ) -> None:
         self.seq_id = seq_id
         self.request_id = request_id
@@ -81,7 +82,7 @@ class Sequence:
         self.root = root
         #: prompt + output may not exceed this (context, KV pool and max_tokens, whichever is least)
         self.max_total_tokens = max_total_tokens
-        self.status = Status.RETURNING if output_token_ids else Status.QUEUED
+        self.status = Status.RETURNING if is_returning else Status.QUEUED
         self.num_computed_tokens = 0
         #: of the prompt, tokens found in the prefix cache at first admission
         self.num_cached_tokens = 0

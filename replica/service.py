@@ -13,14 +13,12 @@ from collections.abc import AsyncIterator
 import grpc
 import msgspec
 
-from replica.engine import Engine, RouterLink
-from replica.messages import RouterId, decode_down
+from replica.engine import Engine
+from replica.messages import MAX_MESSAGE_BYTES, METHOD, RouterId, decode_down
+from replica.router_link import RouterLink
 
 logger = logging.getLogger(__name__)
 
-METHOD = "/shoal.Replica/Connect"
-#: a 100,000-token prompt is about 0.5 MB on the wire
-MAX_MESSAGE_BYTES = 64 << 20
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -54,10 +52,16 @@ class ReplicaService:
     async def _connect(
         self, incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> AsyncIterator[bytes]:
-        router_id = dict(context.invocation_metadata() or ()).get("router-id")
+        metadata = dict(context.invocation_metadata() or ())
+        router_id, incarnation = metadata.get("router-id"), metadata.get("incarnation")
         if not router_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "metadata key router-id is missing")
-        link = self._engine.connect(RouterId(str(router_id)))
+        if incarnation and incarnation != self._engine.incarnation:
+            # the port of a dead replica was taken over by this one; the router means the dead one
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation listens here")
+        task = asyncio.current_task()
+        assert task is not None
+        link = self._engine.connect(RouterId(str(router_id)), on_cut=task.cancel)
         reader = asyncio.create_task(self._read(link, incoming))
         try:
             async for data in link.messages():

@@ -84,7 +84,7 @@ class Edge:
         self.backend = backend
         #: monotonic seconds, for latencies
         self.clock = clock
-        self.metrics = HttpMetrics(settings.metrics_prefix)
+        self.metrics = HttpMetrics(settings.metrics_prefix, settings.router_name)
         self.started_s = int(time.time())
         self.threads = ThreadPoolExecutor(settings.num_tokenizer_threads, thread_name_prefix="tokenizer")
 

@@ -38,6 +38,7 @@ class AppSettings(BaseModel):
     )
     num_tokenizer_threads: int = Field(2, ge=1, description="Threads for long bodies.")
     metrics_prefix: str = Field("vllm:", description="In front of metric names; vLLM's, so that its dashboards work.")
+    router_name: str = Field("", description="Label `router` of every metric of this process.")
     set_request_id_header: bool = Field(True, description="Off under Ray Serve, whose proxy adds X-Request-Id itself.")
     version: str = Field("unknown", description="What /version says.")
 

@@ -49,18 +49,20 @@ class Router:
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(None, model_source, model)
         tokenizer = Tokenizer.from_folder(folder, chat_template)
-        self.settings = _complete(settings, tokenizer)
+        router_id = RouterId(uuid.uuid4().hex[:12])
+        self.settings = _complete({**settings, "router_name": router_id}, tokenizer)
         self.backend = LiveBackend(
             Dispatcher(DispatcherConfig(**dispatcher), POLICIES[policy]),
-            RouterId(uuid.uuid4().hex),
+            router_id,
             self.settings.served_model_names[0],
         )
         self._app = create_app(self.settings, tokenizer, self.backend)
         membership.LISTENERS.append((loop, self.backend.on_view))
         # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no
         # error
-        with contextlib.suppress(DeploymentUnavailableError):
-            await replicas.broadcast("describe").results_async(return_exceptions=True)
+        with contextlib.suppress(DeploymentUnavailableError, TimeoutError):
+            # a replica that is stopped must not keep a router from starting
+            await asyncio.wait_for(replicas.broadcast("describe").results_async(return_exceptions=True), 5)
         gc.collect()
         gc.freeze()
 

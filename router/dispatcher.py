@@ -20,7 +20,7 @@ import msgspec
 
 from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.placement import Policy
-from router.replica_view import ReplicaView
+from router.replica_view import MAX_SILENCE_S, ReplicaView
 
 
 class Dispatch(msgspec.Struct, frozen=True):
@@ -29,6 +29,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     request_id: RequestId
     replica_id: ReplicaId
     epoch: int
+    #: it was accepted before, so the replica's cap does not apply
+    is_returning: bool = False
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -64,8 +66,10 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     max_held_requests: int = 1024
     #: how long a request that lost its replica may wait for another: a replacement takes 1.2 to 1.7 s plus loading
     resume_wait_s: float = 20.0
-    #: replicas that may die under one request before it fails
+    #: replicas in a row that may die or fail under one request, without a token in between, before it fails
     max_losses: int = 3
+    #: a replica that has said nothing for so long is given up, though its stream still stands (SIGSTOP, cut network)
+    give_up_silent_s: float = 10.0
 
 
 class State(enum.Enum):
@@ -83,6 +87,7 @@ class Tracked:
         "epoch",
         "has_begun",
         "held_until",
+        "is_returning",
         "num_losses",
         "num_sequences",
         "num_tokens",
@@ -99,12 +104,14 @@ class Tracked:
         self.state = State.HELD
         self.replica_id: ReplicaId | None = None
         self.epoch = 0
-        #: a token reached the client: no refusal any more, and no cap applies
+        #: a token reached the client: no refusal any more
         self.has_begun = False
+        #: a replica had accepted it: no cap applies any more
+        self.is_returning = False
         self.held_until: float | None = None
         self.num_losses = 0
-        #: replicas that refused since the request was last held
-        self.tried: set[ReplicaId] = set()
+        #: replicas that refused, with the number of their news at that time: without news they would refuse again
+        self.tried: dict[ReplicaId, int] = {}
 
 
 class Dispatcher:
@@ -136,17 +143,19 @@ class Dispatcher:
         request = self._requests.get(request_id)
         return request is not None and request.replica_id == replica_id and request.state is State.ACCEPTED
 
-    def is_certainly_full(self) -> bool:
+    def is_certainly_full(self, num_sequences: int, now: float) -> bool:
         """True if a fresh request would be refused at once: ask before doing work for it, such as tokenization."""
-        return len(self._held) >= self._config.max_held_requests
+        return len(self._held) >= self._config.max_held_requests and not any(
+            view.is_placeable(now) and view.has_room_for(num_sequences) for view in self.views.values()
+        )
 
-    def retry_after_s(self) -> float:
+    def retry_after_s(self, now: float) -> float:
         """Seconds until the queues in front of a new request have drained, from their measured rates; 1 to 60."""
-        placeable = [view.load for view in self.views.values() if view.is_open]
-        rate = sum(load.drain_rate for load in placeable)
+        loads = [view.load for view in self.views.values() if view.is_placeable(now)]
+        rate = sum(load.drain_rate for load in loads)
         if rate <= 0:
             return 1.0
-        return float(min(60, max(1, math.ceil(sum(load.num_queued for load in placeable) / rate))))
+        return float(min(60, max(1, math.ceil(sum(load.num_queued for load in loads) / rate))))
 
     # ---- requests ----
 
@@ -154,11 +163,18 @@ class Dispatcher:
         """A fresh request. Exactly one `Refuse`, `Fail`, `finish` or `abort` ends it."""
         assert request_id not in self._requests, f"{request_id} is already there"
         request = self._requests[request_id] = Tracked(request_id, num_sequences, num_tokens)
+        caps = [view.load.queue_cap for view in self.views.values() if view.is_placeable(now)]
+        if caps and num_sequences > max(caps):
+            self._forget(request_id)
+            why = f"{num_sequences} sequences in one request, but the queue of a replica holds at most {max(caps)}"
+            return [Refuse(request_id, RefusalReason.NEVER_FITS, 0.0, why)]
         return self._place_or_hold(request, now)
 
-    def begun(self, request_id: RequestId) -> None:
-        """The first token of the request is here."""
-        self._requests[request_id].has_begun = True
+    def progressed(self, request_id: RequestId) -> None:
+        """Tokens of the request are here."""
+        request = self._requests[request_id]
+        request.has_begun = request.is_returning = True
+        request.num_losses = 0
 
     def finish(self, request_id: RequestId) -> None:
         """Its last sequence ended."""
@@ -188,25 +204,27 @@ class Dispatcher:
             request.held_until = None
             return []
         request.replica_id = None
-        if refusal is RefusalReason.NEVER_FITS:
+        if refusal is RefusalReason.NEVER_FITS and not request.has_begun:
             self._forget(request_id)
             return [Refuse(request_id, refusal, 0.0, message)]
+        view = self.views[replica_id]
         if refusal is RefusalReason.DRAINING:
-            self.views[replica_id].is_draining = True
-        request.tried.add(replica_id)
+            view.is_draining = True
+        request.tried[replica_id] = view.num_news
         return self._place_or_hold(request, now)
 
     def on_load(self, replica_id: ReplicaId, load: ReplicaLoad, now: float) -> list[Instruction]:
-        """Fresh figures of a replica; held requests get a new chance there."""
+        """Fresh figures of a replica; held requests get a new chance there, in their order, as far as the room goes.
+
+        Of a message that both answers a request and carries a load, the load comes first: else the refused request
+        would take its own refusal for news and be sent again at once, for ever.
+        """
         view = self.views.get(replica_id)
         if view is None:
             return []
         view.load, view.load_at = load, now
-        if not self._held:
-            return []
-        for request in self._held.values():
-            request.tried.discard(replica_id)
-        return self._retry_held(now)
+        view.num_news += 1
+        return self._offer(view, now)
 
     def on_moved(self, request_id: RequestId, now: float) -> list[Instruction]:
         """The replica drains and gave the request back: continue elsewhere. Not counted as a loss."""
@@ -214,18 +232,30 @@ class Dispatcher:
         if request is None:
             return []
         request.replica_id = None
-        request.tried.clear()
+        request.is_returning = True
         return self._place_or_hold(request, now, self._config.resume_wait_s)
+
+    def on_failed(self, request_id: RequestId, now: float) -> list[Instruction]:
+        """The replica lives but its step failed: as a loss of this request alone, and not there again without news."""
+        request = self._requests.get(request_id)
+        if request is None or request.replica_id is None:
+            return []
+        view = self.views[request.replica_id]
+        request.tried[view.replica_id] = view.num_news
+        return self._lose(request, now)
 
     # ---- who is there ----
 
     def add_replica(self, view: ReplicaView) -> None:
         """A replica is in the view, not connected yet."""
+        # a newcomer starts level with the others: else round robin would send it everything until it has caught up
+        view.num_placed = min((other.num_placed for other in self.views.values()), default=0)
         self.views[view.replica_id] = view
 
     def on_connected(self, replica_id: ReplicaId, now: float) -> list[Instruction]:
-        self.views[replica_id].is_connected = True
-        return self._retry_held(now)
+        view = self.views[replica_id]
+        view.is_connected = True
+        return self._offer(view, now)
 
     def on_draining(self, replica_id: ReplicaId) -> None:
         """Place nothing there any more; what runs there goes on."""
@@ -238,27 +268,27 @@ class Dispatcher:
             return []
         instructions: list[Instruction] = []
         for request in [r for r in self._requests.values() if r.replica_id == replica_id]:
-            request.replica_id = None
-            request.num_losses += 1
-            request.tried.clear()
-            if request.num_losses >= self._config.max_losses:
-                instructions += self._give_up(request, f"{request.num_losses} replicas died under this request")
-            else:
-                instructions += self._place_or_hold(request, now, self._config.resume_wait_s)
+            instructions += self._lose(request, now)
         return instructions
 
     # ---- time ----
 
     def next_deadline(self) -> float | None:
-        """When `on_time` has something to do, in the caller's clock."""
+        """When a held request's time is up, in the caller's clock. Silence is seen by calling `on_time` once a
+        second.
+        """
         return min((r.held_until for r in self._held.values() if r.held_until is not None), default=None)
 
     def on_time(self, now: float) -> list[Instruction]:
-        """Give up on requests that were held too long."""
+        """Give up on requests that were held too long, and on replicas that have been silent too long."""
         instructions: list[Instruction] = []
         for request in list(self._held.values()):
             if request.held_until is not None and request.held_until <= now:
-                instructions += self._give_up(request, "no place became free in time")
+                instructions += self._give_up(request, now)
+        for view in self.views.values():
+            silence = now - view.load_at
+            if view.is_connected and silence > MAX_SILENCE_S:
+                instructions += self._leave_silent(view, silence > self._config.give_up_silent_s, now)
         return instructions
 
     def validate(self) -> None:
@@ -282,23 +312,58 @@ class Dispatcher:
         if view is not None:
             return [self._send(request, view)]
         if request.request_id not in self._held:
-            if len(self._held) >= self._config.max_held_requests and not request.has_begun:
-                return self._give_up(request, "the router holds as many requests as it may")
+            if len(self._held) >= self._config.max_held_requests and not request.is_returning:
+                return self._give_up(request, now)
             request.state = State.HELD
             self._held[request.request_id] = request
         if request.held_until is None:
             request.held_until = now + (self._config.admission_wait_s if wait_s is None else wait_s)
+        elif request.held_until <= now:
+            return self._give_up(request, now)
         return []
 
     def _choose(self, request: Tracked, now: float) -> ReplicaView | None:
-        candidates = [
-            view
-            for view in self.views.values()
-            if view.is_placeable(now)
-            and view.replica_id not in request.tried
-            and (request.has_begun or view.has_room_for(request.num_sequences))
-        ]
-        return self._policy(candidates)[0] if candidates else None
+        candidates = [view for view in self.views.values() if view.is_placeable(now) and self._may_send(request, view)]
+        return self._policy(candidates) if candidates else None
+
+    def _may_send(self, request: Tracked, view: ReplicaView) -> bool:
+        if request.tried.get(view.replica_id) == view.num_news:
+            return False
+        return request.is_returning or view.has_room_for(request.num_sequences)
+
+    def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
+        """A replica has news: it takes held requests while it has room."""
+        instructions: list[Instruction] = []
+        if not self._held or not view.is_placeable(now):
+            return instructions
+        # under overload this runs on every message of a full replica, so it must not look at every held request then
+        any_returning = any(request.is_returning for request in self._held.values())
+        for request in list(self._held.values()):
+            if not any_returning and not view.has_room_for(1):
+                break
+            if self._may_send(request, view):
+                instructions.append(self._send(request, view))
+        return instructions
+
+    def _lose(self, request: Tracked, now: float) -> list[Instruction]:
+        self._answered(request)
+        request.replica_id = None
+        request.num_losses += 1
+        if request.num_losses >= self._config.max_losses:
+            return self._give_up(request, now)
+        return self._place_or_hold(request, now, self._config.resume_wait_s)
+
+    def _leave_silent(self, view: ReplicaView, is_given_up: bool, now: float) -> list[Instruction]:
+        """Take back what a silent replica has not answered, and after a while also what it works on. It may wake up
+        later: the abort waits in its stream before anything new does, and output of the old attempt is not ours any
+        more.
+        """
+        instructions: list[Instruction] = []
+        for request in [r for r in self._requests.values() if r.replica_id == view.replica_id]:
+            if request.state is State.SENT or is_given_up:
+                instructions.append(SendAbort(request.request_id, view.replica_id))
+                instructions += self._lose(request, now)
+        return instructions
 
     def _send(self, request: Tracked, view: ReplicaView) -> Dispatch:
         self._held.pop(request.request_id, None)
@@ -308,7 +373,7 @@ class Dispatcher:
         view.num_placed += 1
         view.unanswered_sequences += request.num_sequences
         view.unanswered_tokens += request.num_tokens
-        return Dispatch(request.request_id, view.replica_id, request.epoch)
+        return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning)
 
     def _answered(self, request: Tracked) -> None:
         view = self.views.get(request.replica_id) if request.replica_id is not None else None
@@ -316,28 +381,16 @@ class Dispatcher:
             view.unanswered_sequences -= request.num_sequences
             view.unanswered_tokens -= request.num_tokens
 
-    def _retry_held(self, now: float) -> list[Instruction]:
-        if not any(view.is_placeable(now) for view in self.views.values()):
-            return []
-        instructions: list[Instruction] = []
-        for request in list(self._held.values()):
-            instructions += self._place_or_hold(request, now)
-        return instructions
-
-    def _give_up(self, request: Tracked, why: str) -> list[Instruction]:
+    def _give_up(self, request: Tracked, now: float) -> list[Instruction]:
         self._forget(request.request_id)
+        if request.num_losses >= self._config.max_losses:
+            return [Fail(request.request_id, f"{request.num_losses} replicas died or failed under this request")]
         if request.has_begun:
-            return [Fail(request.request_id, f"the replica that generated this answer is gone, and {why}")]
-        if not any(view.is_open for view in self.views.values()):
+            return [Fail(request.request_id, "the replica that generated this answer is gone, and no other has room")]
+        if not any(view.is_placeable(now) for view in self.views.values()):
             return [Refuse(request.request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")]
-        return [
-            Refuse(
-                request.request_id,
-                RefusalReason.QUEUE_FULL,
-                self.retry_after_s(),
-                f"the queue of every replica is full, and {why}",
-            )
-        ]
+        why = "the queue of every replica is full"
+        return [Refuse(request.request_id, RefusalReason.QUEUE_FULL, self.retry_after_s(now), why)]
 
     def _forget(self, request_id: RequestId) -> Tracked | None:
         request = self._requests.pop(request_id, None)

@@ -5,7 +5,7 @@ Counters come from the replicas, so every router exports the same ones; only the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -55,11 +55,10 @@ _COUNTERS = (
 
 
 class _Collector(Collector):
-    def __init__(self, dispatcher: Dispatcher, model_name: str, router_id: str, refusals: Mapping[str, int]) -> None:
+    def __init__(self, dispatcher: Dispatcher, model_name: str, router_id: str) -> None:
         self._dispatcher = dispatcher
         self._model_name = model_name
         self._router_id = router_id
-        self._refusals = refusals
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
@@ -79,16 +78,10 @@ class _Collector(Collector):
         held = GaugeMetricFamily("shoal_held_requests", "Requests this router holds.", labels=["model_name", "router"])
         held.add_metric([self._model_name, self._router_id], self._dispatcher.num_held)
         yield held
-        rejections = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused at the door.", labels=["model_name", "router", "reason"]
-        )
-        for reason, count in self._refusals.items():
-            rejections.add_metric([self._model_name, self._router_id, reason], count)
-        yield rejections
 
 
-def render_metrics(dispatcher: Dispatcher, model_name: str, router_id: str, refusals: Mapping[str, int]) -> bytes:
+def render_metrics(dispatcher: Dispatcher, model_name: str, router_id: str) -> bytes:
     """Prometheus text format."""
     registry = CollectorRegistry()
-    registry.register(_Collector(dispatcher, model_name, router_id, refusals))
+    registry.register(_Collector(dispatcher, model_name, router_id))
     return generate_latest(registry)

@@ -92,14 +92,17 @@ class ModelMetrics:
 
 
 class HttpMetrics(Collector):
-    """All metrics of one HTTP application."""
+    """All metrics of one HTTP application. Every series carries the router's name: behind a proxy each scrape may reach
+    another router, and without the label its counters would seem to jump back.
+    """
 
-    def __init__(self, prefix: str) -> None:
+    def __init__(self, prefix: str, router: str = "") -> None:
         self._prefix = prefix
+        self._router = router
         self._models: dict[str, ModelMetrics] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        labels = ["model_name"]
+        labels = ["router", "model_name"]
         # `_created` series are twice the output for nothing anybody reads here: they come only with OpenMetrics.
         self._success = Counter(
             f"{prefix}request_success",
@@ -108,10 +111,16 @@ class HttpMetrics(Collector):
             registry=self._registry,
         )
         self._rejections = Counter(
-            f"{prefix}admission_rejections", "Refused requests by reason.", ["reason"], registry=self._registry
+            f"{prefix}admission_rejections",
+            "Refused requests by reason.",
+            ["router", "reason"],
+            registry=self._registry,
         )
         self._http = Counter(
-            "http_requests", "Answered HTTP requests.", ["handler", "method", "status"], registry=self._registry
+            "http_requests",
+            "Answered HTTP requests.",
+            ["router", "handler", "method", "status"],
+            registry=self._registry,
         )
 
     def start(self, model: str, arrival_s: float) -> RequestRecord:
@@ -122,24 +131,26 @@ class HttpMetrics(Collector):
         return RequestRecord(self, metrics, model, arrival_s)
 
     def ended(self, model: str, reason: str) -> None:
-        self._success.labels(model, reason).inc()
+        self._success.labels(self._router, model, reason).inc()
 
     def refused(self, reason: str) -> None:
-        self._rejections.labels(reason).inc()
+        self._rejections.labels(self._router, reason).inc()
 
     def answered(self, handler: str, method: str, status: int) -> None:
-        self._http.labels(handler, method, str(status)).inc()
+        self._http.labels(self._router, handler, method, str(status)).inc()
 
     def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
         for name, (text, _) in _HISTOGRAMS.items():
-            histogram = HistogramMetricFamily(self._prefix + name, text, labels=["model_name"])
+            histogram = HistogramMetricFamily(self._prefix + name, text, labels=["router", "model_name"])
             for model, metrics in self._models.items():
-                histogram.add_metric([model], metrics.histograms[name].cumulated(), metrics.histograms[name].total)
+                histogram.add_metric(
+                    [self._router, model], metrics.histograms[name].cumulated(), metrics.histograms[name].total
+                )
             yield histogram
         for name, text in _TOKEN_COUNTERS.items():
-            counter = CounterMetricFamily(self._prefix + name, text, labels=["model_name"])
+            counter = CounterMetricFamily(self._prefix + name, text, labels=["router", "model_name"])
             for model, metrics in self._models.items():
-                counter.add_metric([model], metrics.counters[name])
+                counter.add_metric([self._router, model], metrics.counters[name])
             yield counter
 
     def text(self) -> bytes:

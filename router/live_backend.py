@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from replica.errors import EngineError, NeverFitsError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
+from replica.errors import NeverFitsError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
 from replica.messages import (
     Abort,
     Draining,
@@ -31,6 +31,9 @@ from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
 
 logger = logging.getLogger(__name__)
+
+#: the replicas' own interval of reports
+HEARTBEAT_S = 1.0
 
 MakeClient = Callable[..., ReplicaClient]
 
@@ -56,7 +59,7 @@ class LiveBackend:
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._refusals: dict[str, int] = {}
+        self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
         self._closing: set[asyncio.Task[None]] = set()
 
     # ---- router.backend.Backend ----
@@ -75,10 +78,11 @@ class LiveBackend:
         return stream
 
     def may_admit(self, num_sequences: int) -> None:
-        if self.dispatcher.is_certainly_full():
-            self._count_refusal(RefusalReason.QUEUE_FULL)
+        now = self._clock()
+        if self.dispatcher.is_certainly_full(num_sequences, now):
             raise QueueFullError(
-                "the router holds as many requests as it may, and every queue is full", self.dispatcher.retry_after_s()
+                "the router holds as many requests as it may, and every queue is full",
+                self.dispatcher.retry_after_s(now),
             )
 
     def health(self) -> Health:
@@ -90,7 +94,7 @@ class LiveBackend:
         return self.dispatcher.num_requests
 
     def metrics_text(self) -> bytes:
-        return render_metrics(self.dispatcher, self._model_name, self.router_id, self._refusals)
+        return render_metrics(self.dispatcher, self._model_name, self.router_id)
 
     def status(self) -> dict[str, object]:
         now = self._clock()
@@ -127,11 +131,22 @@ class LiveBackend:
         """
         for name, metadata in replicas.items():
             replica_id = ReplicaId(name)
-            if replica_id not in self._known and "address" in metadata:
-                self._known[replica_id] = metadata
-                self._clients[replica_id] = self._make_client(
-                    replica_id, metadata["address"], self.router_id, self._on_message, self._on_broken
-                )
+            if replica_id in self._known or "address" not in metadata:
+                continue
+            self._known[replica_id] = metadata
+            if replica_id in self._clients:  # it was gone for a moment: the controller restarted, say
+                self._clients[replica_id].wants_reconnect = True
+                if replica_id in self.dispatcher.views:
+                    self.dispatcher.views[replica_id].is_draining = False
+                continue
+            self._clients[replica_id] = self._make_client(
+                replica_id,
+                metadata["address"],
+                metadata.get("incarnation", ""),
+                self.router_id,
+                self._on_message,
+                self._on_broken,
+            )
         for replica_id in [r for r in self._known if r not in replicas]:
             del self._known[replica_id]
             self._clients[replica_id].wants_reconnect = False
@@ -140,9 +155,14 @@ class LiveBackend:
                 self._drop_client(replica_id)  # it was not connected: nothing to wait for
 
     async def close(self) -> None:
-        """End all streams to replicas; requests in flight fail."""
+        """End all streams to replicas; unfinished requests fail."""
+        self._ticker.cancel()
+        await asyncio.gather(self._ticker, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
+        for request_id in list(self._streams):
+            self.dispatcher.abort(request_id)
+            self._end(request_id, ReplicaLostError("the router stops"))
         for replica_id in list(self._clients):
             self._drop_client(replica_id)
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -158,10 +178,10 @@ class LiveBackend:
             case StepOutput():
                 self._on_step(replica_id, message, now)
             case SubmitReply():
+                self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
                 self._carry_out(
                     self.dispatcher.on_reply(message.request_id, message.epoch, message.refusal, message.message, now)
                 )
-                self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
             case Draining():
                 self.dispatcher.on_draining(replica_id)
 
@@ -175,27 +195,27 @@ class LiveBackend:
         for request_id, outputs in by_request.items():
             stream = self._streams.get(request_id)
             if stream is not None and self.dispatcher.is_working_on(request_id, replica_id):
-                self._deliver(stream, outputs, now)
+                self._deliver(stream, replica_id, outputs, now)
         self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
         if not view.is_connected:
             self._carry_out(self.dispatcher.on_connected(replica_id, now))
 
-    def _deliver(self, stream: LiveStream, outputs: list[SequenceOutput], now: float) -> None:
+    def _deliver(self, stream: LiveStream, replica_id: ReplicaId, outputs: list[SequenceOutput], now: float) -> None:
         request_id = stream.request.request_id
-        moved = [output for output in outputs if output.finish_reason is FinishReason.MOVED]
-        kept = [output for output in outputs if output.finish_reason is not FinishReason.MOVED]
-        if any(output.finish_reason is FinishReason.ERROR for output in kept):
-            self._carry_out(self.dispatcher.abort(request_id))
-            self._end(request_id, EngineError("the replica failed while it generated this answer"))
-            return
+        ends = {output.finish_reason for output in outputs}
+        kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
+        if any(output.new_token_ids for output in kept):
+            self.dispatcher.progressed(request_id)
         if kept:
             stream.push(kept)
-            self.dispatcher.begun(request_id)
-        if stream.is_finished:
+        if FinishReason.ERROR in ends:
+            # the step failed, not the request: the others of its sequences are taken along to the next attempt
+            self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_failed(request_id, now)])
+        elif stream.is_finished:
             self.dispatcher.finish(request_id)
             del self._streams[request_id]
-        elif moved:
-            self._carry_out(self.dispatcher.on_moved(request_id, now))
+        elif FinishReason.MOVED in ends:
+            self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_moved(request_id, now)])
 
     def _on_broken(self, replica_id: ReplicaId) -> None:
         self._carry_out(self.dispatcher.on_lost(replica_id, self._clock()))
@@ -230,13 +250,12 @@ class LiveBackend:
         for instruction in instructions:
             match instruction:
                 case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
-                    request = self._streams[request_id].to_submit()
+                    request = self._streams[request_id].to_submit(instruction.is_returning)
                     self._clients[replica_id].send(Submit(request, epoch))
                 case SendAbort(request_id=request_id, replica_id=replica_id):
                     if replica_id in self._clients:
                         self._clients[replica_id].send(Abort(request_id))
                 case Refuse(request_id=request_id):
-                    self._count_refusal(instruction.reason)
                     self._end(request_id, _refusal(instruction))
                 case Fail(request_id=request_id, message=message):
                     self._end(request_id, ReplicaLostError(message))
@@ -256,11 +275,13 @@ class LiveBackend:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self._clock()), self._on_time)
 
     def _on_time(self) -> None:
-        self._timer = None
         self._carry_out(self.dispatcher.on_time(self._clock()))
 
-    def _count_refusal(self, reason: RefusalReason) -> None:
-        self._refusals[reason.value] = self._refusals.get(reason.value, 0) + 1
+    async def _tick(self) -> None:
+        """Silence sends no message: look at the clock once a second."""
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            self._on_time()
 
 
 def _refusal(instruction: Refuse) -> ShoalError:

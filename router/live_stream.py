@@ -35,24 +35,20 @@ class LiveStream:
         self._ended = False
 
     @property
-    def has_begun(self) -> bool:
-        return any(self._emitted.values())
-
-    @property
     def is_finished(self) -> bool:
         """Every sequence has its finish reason."""
         return not self._unfinished
 
-    def to_submit(self) -> GenerateRequest:
+    def to_submit(self, is_returning: bool) -> GenerateRequest:
         """The request as the next replica must see it: the unfinished sequences with their output so far."""
-        if not self.has_begun:
+        if not is_returning:
             return self.request
         sequences = [
             msgspec.structs.replace(sequence, output_token_ids=self._emitted[sequence.index].copy())
             for sequence in self.request.sequences
             if sequence.index in self._unfinished
         ]
-        return msgspec.structs.replace(self.request, sequences=sequences)
+        return msgspec.structs.replace(self.request, sequences=sequences, is_returning=True)
 
     def push(self, outputs: list[SequenceOutput]) -> None:
         """Outputs of one step, all of this request."""

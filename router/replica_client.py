@@ -14,12 +14,19 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import msgspec
 
-from replica.messages import DownMessage, ReplicaId, RouterId, UpMessage, decode_up, encode
+from replica.messages import (
+    MAX_MESSAGE_BYTES,
+    METHOD,
+    DownMessage,
+    ReplicaId,
+    RouterId,
+    UpMessage,
+    decode_up,
+    encode,
+)
 
 logger = logging.getLogger(__name__)
 
-METHOD = "/shoal.Replica/Connect"
-MAX_MESSAGE_BYTES = 64 << 20
 _OPTIONS = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -34,6 +41,34 @@ _OPTIONS = [
 _RECONNECT_S = (0.05, 1.0)
 
 
+class Outbox:
+    """What one connection attempt has yet to send. A broken attempt's outbox is closed: it may not take the next
+    one's.
+    """
+
+    def __init__(self) -> None:
+        self._unsent: deque[bytes] = deque()
+        self._ready = asyncio.Event()
+        self._closed = False
+
+    def put(self, data: bytes) -> None:
+        self._unsent.append(data)
+        self._ready.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._unsent.clear()
+        self._ready.set()
+
+    async def drain(self) -> AsyncIterator[bytes]:
+        """Everything put in, in order, until the outbox is closed."""
+        while not self._closed:
+            while self._unsent:
+                yield self._unsent.popleft()
+            self._ready.clear()
+            await self._ready.wait()
+
+
 class ReplicaClient:
     """Calls `on_message` for each message, and `on_broken` once per lost stream. Both on the event loop."""
 
@@ -41,25 +76,24 @@ class ReplicaClient:
         self,
         replica_id: ReplicaId,
         address: str,
+        incarnation: str,
         router_id: RouterId,
         on_message: Callable[[ReplicaId, UpMessage], None],
         on_broken: Callable[[ReplicaId], None],
     ) -> None:
         self.replica_id = replica_id
         self._address = address
-        self._router_id = router_id
+        self._metadata = (("router-id", router_id), ("incarnation", incarnation))
         self._on_message = on_message
         self._on_broken = on_broken
-        self._unsent: deque[bytes] = deque()
-        self._ready = asyncio.Event()
+        self._outbox = Outbox()
         self._task = asyncio.create_task(self._run(), name=f"shoal-link-{replica_id}")
         #: False once the replica left the view: a broken stream then stays broken
         self.wants_reconnect = True
 
     def send(self, message: DownMessage) -> None:
         """Queue a message; never waits. What is unsent when the stream breaks is dropped: `on_broken` follows."""
-        self._unsent.append(encode(message))
-        self._ready.set()
+        self._outbox.put(encode(message))
 
     async def close(self) -> None:
         """End the stream and its task."""
@@ -69,28 +103,33 @@ class ReplicaClient:
     async def _run(self) -> None:
         pause = _RECONNECT_S[0]
         while True:
-            heard = False
-            async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
-                connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
-                call = connect(self._outgoing(), metadata=(("router-id", self._router_id),))
-                try:
-                    async for data in call:
-                        heard = True
-                        self._on_message(self.replica_id, decode_up(data))
-                except grpc.aio.AioRpcError as error:
-                    logger.debug("stream to %s broke: %s", self.replica_id, error.code())
-                except msgspec.DecodeError:
-                    logger.exception("replica %s sent something that is no message", self.replica_id)
-            self._unsent.clear()
+            self._outbox = Outbox()
+            try:
+                heard = await self._connect(self._outbox)
+            finally:
+                self._outbox.close()
             self._on_broken(self.replica_id)
             if not self.wants_reconnect:
                 return
             pause = _RECONNECT_S[0] if heard else min(2 * pause, _RECONNECT_S[1])
             await asyncio.sleep(pause)
 
-    async def _outgoing(self) -> AsyncIterator[bytes]:
-        while True:
-            while self._unsent:
-                yield self._unsent.popleft()
-            self._ready.clear()
-            await self._ready.wait()
+    async def _connect(self, outbox: Outbox) -> bool:
+        """One stream from open to broken. True if the replica said anything."""
+        heard = False
+        async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
+            connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
+            call = connect(outbox.drain(), metadata=self._metadata)
+            try:
+                async for data in call:
+                    heard = True
+                    self._on_message(self.replica_id, decode_up(data))
+            except grpc.aio.AioRpcError as error:
+                logger.debug("stream to %s broke: %s", self.replica_id, error.code())
+            except msgspec.DecodeError:
+                logger.exception("replica %s sent something that is no message", self.replica_id)
+            except Exception:  # a mistake of ours must not leave requests waiting behind a dead task
+                logger.exception(
+                    "a message of replica %s could not be handled; its stream is opened anew", self.replica_id
+                )
+        return heard

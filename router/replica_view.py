@@ -21,6 +21,7 @@ class ReplicaView:
         "is_draining",
         "load",
         "load_at",
+        "num_news",
         "num_placed",
         "replica_id",
         "unanswered_sequences",
@@ -35,6 +36,8 @@ class ReplicaView:
         self.is_draining = False
         self.load = ReplicaLoad()
         self.load_at = float("-inf")
+        #: load messages so far
+        self.num_news = 0
         #: requests this router ever sent there; breaks ties
         self.num_placed = 0
         self.unanswered_sequences = 0

@@ -12,6 +12,7 @@ from cluster.simulation.sim_router import SimRouter
 from replica.config import EngineConfig, FrozenModel
 from replica.fake_runner import CostModel, FakeModelRunner
 from replica.messages import DownMessage, ReplicaId, RouterId, UpMessage
+from replica.report_schedule import HEARTBEAT_S
 from router.dispatcher import Dispatcher, DispatcherConfig
 from router.placement import POLICIES
 
@@ -75,6 +76,7 @@ class SimCluster:
         records = [SimRecord(request) for request in requests]
         for record in records:
             self._plan_client(record, routers[record.request.router % len(routers)])
+        self._beat(records)
         self.events.run(until_s)
         return records
 
@@ -89,6 +91,15 @@ class SimCluster:
         self.events.at(record.request.arrival_s, Rank.ARRIVAL, lambda: router.arrive(record))
         if record.request.abort_at_s is not None:
             self.events.at(record.request.abort_at_s, Rank.ARRIVAL, lambda: router.client_leaves(record))
+
+    def _beat(self, records: list[SimRecord]) -> None:
+        """Heartbeats and the routers' own clock go on as long as a client waits for something."""
+        for replica in self.replicas.values():
+            replica.heartbeat()
+        for router in self.routers.values():
+            router.on_time()
+        if any(record.num_ends == 0 for record in records):
+            self.events.after(HEARTBEAT_S, Rank.TIMER, partial(self._beat, records))
 
     def _send_down(self, router_id: RouterId, replica_id: ReplicaId, message: DownMessage) -> None:
         replica = self.replicas.get(replica_id)

@@ -11,7 +11,7 @@ from replica.config import EngineConfig
 from replica.engine_core import EngineCore, RouterOutputs
 from replica.fake_runner import FakeModelRunner
 from replica.messages import Abort, DownMessage, ReplicaId, RouterId, SequenceOutput, StepOutput, Submit, UpMessage
-from replica.report_policy import ReportPolicy
+from replica.report_schedule import ReportSchedule
 from replica.step import StepPlan, StepResult
 
 SendUp = Callable[[ReplicaId, RouterId, UpMessage], None]
@@ -29,12 +29,14 @@ class SimReplica:
         self.is_alive = True
         self._events = events
         self._send = send
-        self._reports = ReportPolicy()
+        self._reports = ReportSchedule()
+        self._routers: list[RouterId] = []
         self._is_busy = False
         self._outputs: RouterOutputs = {}
 
     def connect(self, router_id: RouterId) -> None:
         """A router opened its stream."""
+        self._routers.append(router_id)
         self._report(router_id, [])
 
     def receive(self, router_id: RouterId, message: DownMessage) -> None:
@@ -51,6 +53,11 @@ class SimReplica:
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(router_id, request_id, now, indices)
         self._start_soon()
+
+    def heartbeat(self) -> None:
+        """What a living replica tells every router once a second."""
+        for router_id in self._routers:
+            self._report(router_id, [])
 
     def die(self) -> None:
         """As by `kill -9`: nothing is sent any more."""

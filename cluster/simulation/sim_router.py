@@ -64,10 +64,10 @@ class SimRouter:
             return
         match message:
             case SubmitReply():
+                self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
                 self._carry_out(
                     self.dispatcher.on_reply(message.request_id, message.epoch, message.refusal, message.message, now)
                 )
-                self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
             case StepOutput():
                 for output in message.outputs:
                     if self.dispatcher.is_working_on(output.request_id, replica_id):
@@ -85,7 +85,7 @@ class SimRouter:
         record.token_ids += output.new_token_ids
         record.token_times_s += [self._events.now] * len(output.new_token_ids)
         if output.new_token_ids:
-            self.dispatcher.begun(output.request_id)
+            self.dispatcher.progressed(output.request_id)
         if output.finish_reason is FinishReason.MOVED:
             self._carry_out(self.dispatcher.on_moved(output.request_id, self._events.now))
         elif output.finish_reason is not None:
@@ -97,7 +97,9 @@ class SimRouter:
         for instruction in instructions:
             match instruction:
                 case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
-                    self._send(self.router_id, replica_id, Submit(self._request(request_id), epoch))
+                    self._send(
+                        self.router_id, replica_id, Submit(self._request(request_id, instruction.is_returning), epoch)
+                    )
                 case SendAbort(request_id=request_id, replica_id=replica_id):
                     self._send(self.router_id, replica_id, Abort(request_id))
                 case Refuse(request_id=request_id):
@@ -113,20 +115,22 @@ class SimRouter:
         deadline = self.dispatcher.next_deadline()
         if deadline is not None and (self._timer_at is None or deadline < self._timer_at):
             self._timer_at = max(deadline, self._events.now)
-            self._events.at(self._timer_at, Rank.TIMER, self._on_time)
+            self._events.at(self._timer_at, Rank.TIMER, self.on_time)
 
-    def _on_time(self) -> None:
+    def on_time(self) -> None:
+        """Give the dispatcher the time."""
         self._timer_at = None
         self._carry_out(self.dispatcher.on_time(self._events.now))
 
-    def _request(self, request_id: RequestId) -> GenerateRequest:
+    def _request(self, request_id: RequestId, is_returning: bool) -> GenerateRequest:
         record = self._records[request_id]
         request = record.request
         sampling = SamplingParams(
             max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, ignore_eos=True
         )
         sequence = SequenceInput(0, request.prompt_token_ids, sampling, record.token_ids.copy())
-        return GenerateRequest(request_id, [sequence], order_key=(0.0, 0, request.arrival_s))
+        order_key = (0.0, 0, request.arrival_s)
+        return GenerateRequest(request_id, [sequence], order_key=order_key, is_returning=is_returning)
 
     def _end(self, request_id: RequestId) -> SimRecord | None:
         record = self._records.pop(request_id, None)

@@ -30,7 +30,7 @@ class GatedRunner:
         self._runner = runner
         self.gate = threading.Semaphore(0)
         self.is_open = False
-        self.fail_next = False
+        self.num_failures = 0
         self.plans: list[StepPlan] = []
 
     @property
@@ -41,8 +41,8 @@ class GatedRunner:
         self.plans.append(plan)
         if not self.is_open:
             self.gate.acquire()
-        if self.fail_next:
-            self.fail_next = False
+        if self.num_failures:
+            self.num_failures -= 1
             raise RuntimeError("the device is on fire")
         return self._runner.execute(plan)
 

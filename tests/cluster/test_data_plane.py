@@ -188,18 +188,117 @@ async def test_drain_lets_nothing_in_and_moves_what_is_left() -> None:
         await until(lambda: at_baseline(c))
 
 
-async def test_a_step_that_fails_ends_its_sequences_with_an_error_and_the_replica_lives_on() -> None:
-    async with cluster(is_open=False) as c:
-        task = asyncio.create_task(c.routers[0].generate(request("q", [1], 40)))
-        await until(lambda: c.replicas[0].runner.plans)
-        c.replicas[0].runner.fail_next = True
+async def test_a_step_that_fails_costs_its_sequences_another_try_and_nobody_else_anything() -> None:
+    async with cluster(is_open=False, max_num_seqs=1) as c:
+        tasks = [asyncio.create_task(c.routers[0].generate(request(f"q{i}", [i], 20, arrival=i))) for i in range(3)]
+        await until(lambda: c.replicas[0].engine.core.num_unfinished == 3)
+        c.replicas[0].runner.gate.release(5)
+        await until(lambda: len(c.replicas[0].runner.plans) == 6)
+        c.replicas[0].runner.num_failures = 1
         c.replicas[0].runner.open()
-        with pytest.raises(EngineError):
-            await task
-        stream = await c.routers[0].generate(request("next", [4], 5))
-        assert await collect(stream) == {0: reference([4], 5)}
+        streams = await asyncio.gather(*tasks)
+        outputs = await asyncio.gather(*(collect(stream) for stream in streams))
+        assert outputs == [{0: reference([i], 20)} for i in range(3)]
         c.replicas[0].engine.check_health()
         await until(lambda: at_baseline(c))
+
+
+async def test_a_broken_runner_gives_everything_back_and_the_other_replica_takes_it() -> None:
+    async with cluster(2, is_open=False, max_num_seqs=2) as c:
+        tasks = [asyncio.create_task(c.routers[0].generate(request(f"q{i}", [i], 20, arrival=i))) for i in range(12)]
+        await until(lambda: sum(r.engine.core.num_unfinished for r in c.replicas) == 12)
+        c.replicas[0].runner.num_failures = 1000
+        for replica in c.replicas:
+            replica.runner.open()
+        streams = await asyncio.gather(*tasks)
+        outputs = await asyncio.gather(*(collect(stream) for stream in streams))
+        assert outputs == [{0: reference([i], 20)} for i in range(12)]
+        with pytest.raises(EngineError, match="steps failed"):
+            c.replicas[0].engine.check_health()
+        assert c.replicas[0].engine.core.num_unfinished == 0
+        await asyncio.wait_for(c.replicas[0].engine.drain(30.0), 5)
+        late = await c.routers[0].generate(request("late", [5], 3))
+        assert await collect(late) == {0: reference([5], 3)}
+
+
+async def test_a_request_that_breaks_every_runner_ends_with_an_error() -> None:
+    async with cluster(1, dispatcher=DispatcherConfig(resume_wait_s=0.0)) as c:
+        c.replicas[0].runner.num_failures = 1000
+        with pytest.raises((ReplicaLostError, NoReplicaError, QueueFullError)):
+            await collect(await c.routers[0].generate(request("q", [1], 20)))
+        assert c.routers[0].load() == 0
+
+
+async def test_a_link_that_breaks_while_both_ends_live_loses_nothing_however_often() -> None:
+    # five breaks within milliseconds leave no time for a token in between, which is what forgives a loss
+    async with cluster(is_open=False, dispatcher=DispatcherConfig(max_losses=10)) as c:
+        tasks = [asyncio.create_task(c.routers[0].generate(request(f"q{i}", [i, 8], 30))) for i in range(6)]
+        engine = c.replicas[0].engine
+        await until(lambda: engine.core.num_unfinished == 6)
+        for number in range(5):
+            c.replicas[0].runner.gate.release(3)
+            await until(lambda number=number: len(c.replicas[0].runner.plans) >= 3 * number + 1)
+            (link,) = engine._links.values()
+            engine.disconnect(link)  # in the middle of a step
+            await until(lambda link=link: engine._links and link not in engine._links.values())
+            await until(lambda: c.routers[0].health().ok)
+        c.replicas[0].runner.open()
+        streams = await asyncio.gather(*tasks)
+        outputs = await asyncio.gather(*(collect(stream) for stream in streams))
+        assert outputs == [{0: reference([i, 8], 30)} for i in range(6)]
+        more = await asyncio.gather(*(c.routers[0].generate(request(f"m{i}", [i, 9], 5)) for i in range(8)))
+        assert await asyncio.gather(*(collect(s) for s in more)) == [{0: reference([i, 9], 5)} for i in range(8)]
+        await until(lambda: at_baseline(c))
+
+
+async def test_samples_that_had_not_begun_go_along_when_their_replica_dies() -> None:
+    """n=3 with one running: after the loss all are returning, whatever the queue cap says."""
+    async with cluster(2, is_open=False, cap=3, max_num_seqs=1) as c:
+        task = asyncio.create_task(c.routers[0].generate(request("q", [1, 2], 12, n=3)))
+        await until(lambda: any(r.runner.plans for r in c.replicas))
+        dying, other = sorted(c.replicas, key=lambda r: not r.runner.plans)
+        fill = [asyncio.create_task(c.routers[0].generate(request(f"f{i}", [i], 3, arrival=9.0 + i))) for i in range(4)]
+        await until(lambda: dying.engine.core.num_unfinished + other.engine.core.num_unfinished == 7)
+        dying.runner.gate.release(4)
+        stream = await task
+        await dying.die()
+        c.publish_view(dying.name)
+        other.runner.open()
+        assert await collect(stream) == {index: reference([1, 2], 12) for index in range(3)}
+        for each in fill:
+            await collect(await each)
+        assert other.engine.core.load(0.0).counters["max_queued"] <= 3
+
+
+async def test_a_replica_that_left_the_view_for_a_moment_keeps_its_streams() -> None:
+    async with cluster(is_open=False) as c:
+        task = asyncio.create_task(c.routers[0].generate(request("q", [3], 10)))
+        c.replicas[0].runner.gate.release(2)
+        stream = await task
+        c.publish_view("replica-0")
+        c.publish_view()
+        c.replicas[0].runner.open()
+        assert await collect(stream) == {0: reference([3], 10)}
+        assert c.replicas[0].engine.core.scheduler.counters.admitted == 1, "it ran on, nothing was sent again"
+        assert await collect(await c.routers[0].generate(request("next", [4], 3))) == {0: reference([4], 3)}
+
+
+async def test_more_samples_than_the_queue_holds_are_a_mistake_and_not_an_overload() -> None:
+    async with cluster(cap=3) as c:
+        with pytest.raises(NeverFitsError, match="4 sequences"):
+            await c.routers[0].generate(request("q", [1], 2, n=4))
+
+
+async def test_a_router_that_does_not_read_is_cut_and_its_memory_freed() -> None:
+    from replica.messages import Draining, RouterId
+    from replica.router_link import MAX_UNSENT_MESSAGES, RouterLink
+
+    cut: list[bool] = []
+    link = RouterLink(RouterId("r"), lambda: cut.append(True))
+    for _ in range(MAX_UNSENT_MESSAGES + 1000):
+        link.send(Draining(0.0))
+    assert cut == [True]
+    assert [message async for message in link.messages()] == []
 
 
 async def test_a_router_that_dies_takes_its_requests_with_it_and_nobody_elses() -> None:

@@ -27,8 +27,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         #: request -> (replica, epoch) of the dispatch that has no answer yet, or None
         self.alive: dict[RequestId, tuple[ReplicaId, int] | None] = {}
         self.begun: set[RequestId] = set()
+        self.returning: set[RequestId] = set()
         self.accepted: dict[RequestId, ReplicaId] = {}
-        self.held_since: dict[RequestId, float] = {}
+        self.losses: dict[RequestId, int] = {}
 
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -44,24 +45,33 @@ class DispatcherMachine(RuleBasedStateMachine):
                 case Refuse():
                     assert request_id in self.alive
                     assert request_id not in self.begun, "a refusal after the first byte"
-                    assert instruction.retry_after_s >= 1 or instruction.reason is RefusalReason.NEVER_FITS
+                    assert (instruction.retry_after_s >= 1) == (instruction.reason is not RefusalReason.NEVER_FITS)
                     self.end(request_id)
                 case Fail():
-                    assert request_id in self.begun, "a stream that never began can still be refused properly"
+                    assert request_id in self.begun or self.losses[request_id] >= CONFIG.max_losses
                     self.end(request_id)
-                case SendAbort():
-                    assert request_id not in self.alive
+                case SendAbort(replica_id=replica_id):
+                    if request_id in self.alive:  # a silent replica is left; what follows sends it elsewhere or ends it
+                        self.leave(request_id, replica_id)
+
+    def leave(self, request_id: RequestId, replica_id: ReplicaId) -> None:
+        sent = self.alive[request_id]
+        assert self.accepted.get(request_id) == replica_id or (sent is not None and sent[0] == replica_id)
+        self.alive[request_id] = None
+        self.accepted.pop(request_id, None)
+        self.losses[request_id] += 1
 
     def end(self, request_id: RequestId) -> None:
         del self.alive[request_id]
         self.accepted.pop(request_id, None)
         self.begun.discard(request_id)
 
-    @rule(n=st.integers(1, 3))
+    @rule(n=st.integers(1, 4))
     def submit(self, n: int) -> None:
         request_id = RequestId(str(self.count))
         self.count += 1
         self.alive[request_id] = None
+        self.losses[request_id] = 0
         self.carry_out(self.dispatcher.submit(request_id, n, 10 * n, self.now))
 
     @rule(replica_id=st.sampled_from(REPLICAS), queued=st.integers(0, CAP), tokens=st.integers(0, 99))
@@ -83,10 +93,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(replica_id=st.sampled_from(REPLICAS))
     def lose(self, replica_id: ReplicaId) -> None:
         for request_id, sent in list(self.alive.items()):
-            if sent is not None and sent[0] == replica_id:
-                self.alive[request_id] = None
-            if self.accepted.get(request_id) == replica_id:
-                del self.accepted[request_id]
+            if self.accepted.get(request_id) == replica_id or (sent is not None and sent[0] == replica_id):
+                self.leave(request_id, replica_id)
         self.carry_out(self.dispatcher.on_lost(replica_id, self.now))
 
     @precondition(lambda self: any(self.alive.values()))
@@ -104,19 +112,24 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.carry_out(self.dispatcher.on_reply(request_id, sent[1], refusal, "", self.now))
 
     @precondition(lambda self: self.accepted)
-    @rule(data=st.data(), what=st.sampled_from(["token", "finish", "moved"]))
+    @rule(data=st.data(), what=st.sampled_from(["token", "finish", "moved", "failed"]))
     def progress(self, data: st.DataObject, what: str) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.accepted)))
         assert self.dispatcher.is_working_on(request_id, self.accepted[request_id])
         if what == "token":
             self.begun.add(request_id)
-            self.dispatcher.begun(request_id)
+            self.losses[request_id] = 0
+            self.dispatcher.progressed(request_id)
         elif what == "finish":
             self.dispatcher.finish(request_id)
             self.end(request_id)
-        else:
+        elif what == "moved":
             del self.accepted[request_id]
+            self.returning.add(request_id)
             self.carry_out(self.dispatcher.on_moved(request_id, self.now))
+        else:
+            self.leave(request_id, self.accepted[request_id])
+            self.carry_out(self.dispatcher.on_failed(request_id, self.now))
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -139,8 +152,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert self.dispatcher.num_requests == len(self.alive)
         waiting = [r for r, sent in self.alive.items() if sent is None and r not in self.accepted]
         assert self.dispatcher.num_held == len(waiting), "a request is neither held, sent nor accepted"
-        fresh = [request_id for request_id in waiting if request_id not in self.begun]
-        assert len(fresh) <= CONFIG.max_held_requests + len(self.begun)
+        fresh = [request_id for request_id in waiting if request_id not in self.begun | self.returning]
+        assert len(fresh) <= CONFIG.max_held_requests
 
     def teardown(self) -> None:
         """Whatever is held ends by time alone: nothing hangs."""

@@ -36,7 +36,7 @@ class Client:
         self.prompts = prompts
         self.max_tokens = max_tokens
         self.resumed = output
-        self.tokens: list[list[int]] = [list(output) for _ in prompts]
+        self.tokens: list[list[int]] = [list(output) if index == 0 else [] for index in range(len(prompts))]
         self.ends: list[FinishReason | None] = [None for _ in prompts]
         self.aborted = False
 
@@ -80,6 +80,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.plan: StepPlan | None = None
         self.now = 0.0
         self.count = 0
+        self.aborted: list[RequestId] = []
 
     @rule(
         router=st.sampled_from(ROUTERS),
@@ -90,7 +91,8 @@ class EngineMachine(RuleBasedStateMachine):
         resumed=st.integers(0, 3),
     )
     def submit(self, router: RouterId, shape: int, length: int, n: int, max_tokens: int, resumed: int) -> None:
-        request_id = RequestId(str(self.count))
+        # an id comes back in a new attempt, perhaps while the step of the aborted one still runs
+        request_id = self.aborted.pop() if self.aborted else RequestId(str(self.count))
         self.count += 1
         # shapes 0 and 1 share long prefixes, shape 2 is its own
         prompt = [(shape * position if shape < 2 else self.count + position) % VOCAB for position in range(length)]
@@ -98,8 +100,10 @@ class EngineMachine(RuleBasedStateMachine):
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         request = GenerateRequest(
             request_id,
-            [SequenceInput(index, prompt, sampling, list(output)) for index in range(n)],
+            # of a resumed request only the first sequence need have come as far as a token
+            [SequenceInput(index, prompt, sampling, list(output) if index == 0 else []) for index in range(n)],
             order_key=(0.0, 0, float(self.count)),
+            is_returning=bool(output),
         )
         num_queued = len(self.core.scheduler.queued)
         reply = self.core.submit(router, request, 0, self.now)
@@ -175,6 +179,7 @@ class EngineMachine(RuleBasedStateMachine):
                 client.ends[index] = FinishReason.ABORT
         if all(end is not None for end in client.ends):
             del self.clients[key]
+            self.aborted.append(key[1])
 
     def deliver(self, outputs: RouterOutputs) -> None:
         for router, items in outputs.items():

@@ -10,7 +10,7 @@ import pytest
 
 from replica import messages as m
 from replica.block_hash import chain_hashes, root_hash
-from replica.report_policy import ReportPolicy
+from replica.report_schedule import ReportSchedule
 
 SAMPLING = m.SamplingParams(7, 0.5, 3, 0.9, 2**63 - 1, 1, True, (5, 6))
 REQUEST = m.GenerateRequest(m.RequestId("r"), [m.SequenceInput(0, [1, 2], SAMPLING, [3])], (1.0, -2, 3.5), "salt", 9.0)
@@ -78,7 +78,7 @@ def test_everything_that_must_not_share_has_another_root() -> None:
 
 def test_reports_go_with_tokens_after_refusals_and_now_and_then() -> None:
     a, b, c = m.RouterId("a"), m.RouterId("b"), m.RouterId("c")
-    reports = ReportPolicy(interval_s=0.05)
+    reports = ReportSchedule(interval_s=0.05)
     for router_id in (a, b, c):
         reports.sent(router_id, 1.0)
     reports.refused(b)

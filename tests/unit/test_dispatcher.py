@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
-from router.dispatcher import Dispatch, Dispatcher, DispatcherConfig, Refuse, SendAbort
-from router.placement import least_tokens
+from router.dispatcher import Dispatch, Dispatcher, DispatcherConfig, Fail, Refuse, SendAbort
+from router.placement import least_tokens, round_robin
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 
 A, B = ReplicaId("a"), ReplicaId("b")
@@ -64,7 +64,8 @@ def test_nothing_is_held_beyond_the_limit() -> None:
     dispatcher = make(A, max_held_requests=1)
     dispatcher.on_load(A, FULL, 0.0)
     dispatcher.submit(rid(0), 1, 1, 0.0)
-    assert dispatcher.is_certainly_full()
+    assert dispatcher.is_certainly_full(1, 0.0)
+    assert not make(A, max_held_requests=0).is_certainly_full(1, 0.0), "nothing is held, but there is room"
     (refused,) = dispatcher.submit(rid(1), 1, 1, 0.0)
     assert isinstance(refused, Refuse)
 
@@ -80,8 +81,8 @@ def test_a_lost_stream_that_began_ignores_caps() -> None:
     dispatcher.on_load(B, FULL, 0.0)
     dispatcher.submit(rid(0), 1, 10, 0.0)
     dispatcher.on_reply(rid(0), 1, None, "", 0.0)
-    dispatcher.begun(rid(0))
-    assert dispatcher.on_lost(A, 1.0) == [Dispatch(rid(0), B, 2)]
+    dispatcher.progressed(rid(0))
+    assert dispatcher.on_lost(A, 1.0) == [Dispatch(rid(0), B, 2, is_returning=True)]
 
 
 def test_a_lost_request_that_did_not_begin_waits_longer_than_a_fresh_one() -> None:
@@ -101,8 +102,10 @@ def test_late_output_of_a_replica_that_was_left_is_not_ours() -> None:
     assert not dispatcher.is_working_on(rid(0), A), "not accepted yet"
     dispatcher.on_reply(rid(0), 1, None, "", 0.0)
     assert dispatcher.is_working_on(rid(0), A)
-    dispatcher.on_moved(rid(0), 0.0)
-    assert not dispatcher.is_working_on(rid(0), A) or dispatcher.replica_of(rid(0)) == A
+    dispatcher.on_draining(A)
+    assert dispatcher.on_moved(rid(0), 0.0) == [Dispatch(rid(0), B, 2, is_returning=True)]
+    assert not dispatcher.is_working_on(rid(0), A)
+    assert dispatcher.replica_of(rid(0)) == B
 
 
 def test_an_abort_reaches_the_replica_that_has_it() -> None:
@@ -110,3 +113,70 @@ def test_an_abort_reaches_the_replica_that_has_it() -> None:
     dispatcher.submit(rid(0), 1, 10, 0.0)
     assert dispatcher.abort(rid(0)) == [SendAbort(rid(0), A)]
     dispatcher.validate()
+
+
+def test_more_sequences_than_any_queue_holds_are_refused_for_good() -> None:
+    (refused,) = make(A, B).submit(rid(0), 5, 10, 0.0)
+    assert isinstance(refused, Refuse)
+    assert refused.reason is RefusalReason.NEVER_FITS
+    assert "5 sequences" in refused.message
+
+
+def test_a_refusal_is_no_news_for_the_request_it_refused() -> None:
+    """Else it would be sent again at once, for ever, as one with a cap on its mind and no room did."""
+    dispatcher = make(A)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    assert dispatcher.on_load(A, ROOM, 0.0) == []
+    assert dispatcher.on_reply(rid(0), 1, RefusalReason.QUEUE_FULL, "", 0.0) == []
+    assert dispatcher.num_held == 1
+
+
+def test_what_a_silent_replica_did_not_answer_goes_elsewhere_and_later_what_it_works_on() -> None:
+    dispatcher = make(A, B)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    dispatcher.progressed(rid(0))
+    assert dispatcher.submit(rid(1), 1, 5, 0.0) == [Dispatch(rid(1), B, 1)]
+    dispatcher.on_load(A, ROOM, 3.5)
+    dispatcher.on_load(B, ROOM, 0.2)
+    assert dispatcher.on_time(3.5) == [SendAbort(rid(1), B), Dispatch(rid(1), A, 2)]
+    dispatcher.on_load(B, ROOM, 13.6)  # now the other one says nothing any more
+    dispatcher.on_reply(rid(1), 2, None, "", 13.6)
+    begun = [Dispatch(rid(0), B, 2, is_returning=True), Dispatch(rid(1), B, 3)]
+    instructions = dispatcher.on_time(13.6)
+    assert [i for i in instructions if isinstance(i, Dispatch)] == begun
+    dispatcher.validate()
+
+
+def test_with_everybody_silent_the_reason_is_that_nobody_is_up() -> None:
+    dispatcher = make(A, admission_wait_s=0.1)
+    dispatcher.submit(rid(0), 1, 10, 9.0)
+    (refused,) = dispatcher.on_time(9.2)
+    assert isinstance(refused, Refuse)
+    assert refused.reason is RefusalReason.NO_REPLICA
+
+
+def test_failures_in_a_row_end_a_request_and_progress_forgives_them() -> None:
+    dispatcher = make(A, max_losses=3)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    for attempt in range(1, 7):
+        dispatcher.on_reply(rid(0), attempt, None, "", 0.0)
+        if attempt == 2:
+            dispatcher.progressed(rid(0))
+        instructions = dispatcher.on_failed(rid(0), 0.0)
+        if attempt == 4:
+            break
+        assert instructions == [], "not there again without news"
+        (sent,) = dispatcher.on_load(A, ROOM, 0.0)
+        assert isinstance(sent, Dispatch)
+    assert instructions == [Fail(rid(0), "3 replicas died or failed under this request")]
+
+
+def test_a_newcomer_does_not_get_everything_under_round_robin() -> None:
+    dispatcher = Dispatcher(DispatcherConfig(), round_robin)
+    for replica_id in (A, B):
+        dispatcher.add_replica(ReplicaView(replica_id, "address", "incarnation"))
+        dispatcher.views[replica_id].num_placed = 1000
+    newcomer = ReplicaView(ReplicaId("c"), "address", "incarnation")
+    dispatcher.add_replica(newcomer)
+    assert newcomer.num_placed == 1000

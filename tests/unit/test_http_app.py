@@ -312,7 +312,7 @@ def test_refusal_is_503_before_any_byte(stream: bool, full_when: str) -> None:
     assert_error(response, 503, code="queue_full")
     assert response.headers["retry-after"] == "3"
     assert (edge.backend.requests == []) == (full_when == "full")
-    assert 'vllm:admission_rejections_total{reason="queue_full"} 1.0' in edge.get("/metrics").text
+    assert 'vllm:admission_rejections_total{reason="queue_full",router=""} 1.0' in edge.get("/metrics").text
 
 
 def test_other_refusals() -> None:
@@ -347,7 +347,7 @@ def test_failure_after_the_first_token_is_the_last_event(error: Exception) -> No
     assert "secret" not in response.text
     assert not any(chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1])
     assert edge.backend.streams[0].num_aborts == 1
-    assert 'finished_reason="error",model_name="m"} 1.0' in edge.get("/metrics").text
+    assert 'finished_reason="error",model_name="m",router=""} 1.0' in edge.get("/metrics").text
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ERROR, FinishReason.ABORT])
@@ -511,15 +511,15 @@ def test_metrics() -> None:
     edge.complete(max_tokens=1)
     text = edge.get("/metrics").text
     assert "replica_thing 1" in text
-    label = '{model_name="m"}'
+    label = '{model_name="m",router=""}'
     assert sample(text, f"vllm:generation_tokens_total{label}") == 2 * num + 1
     assert sample(text, f"vllm:prompt_tokens_total{label}") == sum(r.num_prompt_tokens for r in edge.backend.requests)
     assert sample(text, f"vllm:time_to_first_token_seconds_count{label}") == 3
     assert sample(text, f"vllm:inter_token_latency_seconds_count{label}") == 2 * (num - 1)
     assert sample(text, f"vllm:e2e_request_latency_seconds_count{label}") == 3
-    assert sample(text, 'vllm:request_success_total{finished_reason="stop",model_name="m"}') == 2
-    assert sample(text, 'vllm:request_success_total{finished_reason="length",model_name="m"}') == 1
-    assert sample(text, 'http_requests_total{handler="/v1/chat/completions",method="POST",status="200"}') == 2
+    assert sample(text, 'vllm:request_success_total{finished_reason="stop",model_name="m",router=""}') == 2
+    assert sample(text, 'vllm:request_success_total{finished_reason="length",model_name="m",router=""}') == 1
+    assert sample(text, 'http_requests_total{handler="/v1/chat/completions",method="POST",router="",status="200"}') == 2
 
 
 def test_metric_labels_are_few_whatever_clients_ask_for() -> None:
@@ -527,4 +527,4 @@ def test_metric_labels_are_few_whatever_clients_ask_for() -> None:
     for path in ("/a", "/b", "/c"):
         edge.get(path)
     lines = [line for line in edge.get("/metrics").text.splitlines() if line.startswith("http_requests_total")]
-    assert lines == ['http_requests_total{handler="other",method="GET",status="404"} 3.0']
+    assert lines == ['http_requests_total{handler="other",method="GET",router="",status="404"} 3.0']

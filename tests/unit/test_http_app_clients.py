@@ -84,7 +84,7 @@ def test_client_that_leaves_before_the_whole_answer_aborts_it() -> None:
         assert edge.backend.streams[0].num_aborts == 1
         assert client.sent == []
         text = (await get(edge, "/metrics")).text
-        assert 'vllm:request_success_total{finished_reason="abort",model_name="m"} 1.0' in text
+        assert 'vllm:request_success_total{finished_reason="abort",model_name="m",router=""} 1.0' in text
 
     asyncio.run(run())
 
