@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ def percentiles(seconds: Sequence[float]) -> dict[str, float]:
         return {"p50": float("nan"), "p99": float("nan"), "max": float("nan")}
 
     def at(share: float) -> float:
-        return 1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return 1000 * ordered[math.ceil(share * len(ordered)) - 1]
 
     return {"p50": at(0.5), "p99": at(0.99), "max": 1000 * ordered[-1]}
 

@@ -38,12 +38,22 @@ class Server:
         )
         # a benchmark that is itself told to stop must not leave servers behind
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+        try:
+            self._wait()
+        except BaseException:  # __exit__ is not called when __enter__ raises
+            self.__exit__()
+            raise
+        return self
+
+    def _wait(self) -> None:
         pause = threading.Event()
-        while not self._answers():
+        for _ in range(3000):
+            if self._answers():
+                return
             if self.process.poll() is not None:
                 raise RuntimeError(f"{self.name} ended with {self.process.returncode}; see {self._log}")
             pause.wait(0.1)
-        return self
+        raise TimeoutError(f"{self.name} did not answer within five minutes; see {self._log}")
 
     def __exit__(self, *exception: object) -> None:
         self.process.send_signal(signal.SIGINT)

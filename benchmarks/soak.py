@@ -16,9 +16,9 @@ import time
 from benchmarks import kill
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
+from cluster.simulation.workloads import burst, engine
 from replica.fake_runner import expected_output
 from replica.messages import FinishReason, ReplicaId
-from tests.simulation.scenarios import burst, engine
 
 VOCAB = 49152
 EOS = frozenset({2})
@@ -58,6 +58,11 @@ def check(cluster: SimCluster, records: list[SimRecord]) -> None:
         reference = expected_output(request.prompt_token_ids, request.max_tokens, seed=seed, vocab_size=VOCAB, eos=EOS)
         assert record.token_ids == reference[: len(record.token_ids)], record
         assert record.finish_reason in (None, FinishReason.LENGTH), record
+        if record.finish_reason is FinishReason.LENGTH:
+            assert len(record.token_ids) == request.max_tokens, record
+        assert not record.failure, record  # every dead replica is replaced in time
+    for router in cluster.routers.values():
+        assert router.dispatcher.num_requests == router.dispatcher.num_held == 0
     for replica in cluster.replicas.values():
         assert replica.core.num_unfinished == replica.runner.num_known == 0
         assert replica.core.blocks.num_free == replica.core.blocks.num_blocks

@@ -5,11 +5,19 @@ France?"`.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 import openai
 
 
-def ask(base_url: str, question: str, model: str, api_key: str = "none", max_tokens: int = 64) -> str:
+def ask(
+    base_url: str,
+    question: str,
+    model: str,
+    api_key: str = "none",
+    max_tokens: int = 64,
+    on_first_token: Callable[[], object] = lambda: None,
+) -> str:
     """Stream the answer to the terminal and return it."""
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     stream = client.chat.completions.create(
@@ -22,6 +30,8 @@ def ask(base_url: str, question: str, model: str, api_key: str = "none", max_tok
     answer = ""
     for chunk in stream:
         text = chunk.choices[0].delta.content or "" if chunk.choices else ""
+        if text and not answer:
+            on_first_token()
         print(text, end="", flush=True)
         answer += text
     print()

@@ -1,5 +1,5 @@
-"""RAY. The one file that knows Serve's request-router API (alpha; Ray is pinned, `tests/cluster/test_membership.py`
-holds it).
+"""RAY. The one file that knows Serve's request-router API (alpha; Ray is pinned, and `tests/cluster/test_serve.py`
+runs its scenario: start, kill -9, replacement).
 
 Serve creates a `Membership` in each process that has a handle to the replicas and calls `update_replicas` on every
 change of the set: 0.11 s after a replica is ready or is told to stop. It is used to observe only; no request is ever

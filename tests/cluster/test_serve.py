@@ -143,11 +143,8 @@ def test_kill_9_of_a_replica_costs_its_streams_a_pause(shoal: ShoalProcess) -> N
                 async with client.stream("POST", "/v1/completions", json=body(number, 150, stream=True)) as answer:
                     assert answer.status_code == 200
                     async for line in answer.aiter_lines():
-                        if line.startswith("data: {"):
-                            chunk = json.loads(line[6:])
-                            assert "error" not in chunk, chunk
-                            tokens += chunk["choices"][0]["token_ids"]
-                            begun.put_nowait(number)
+                        tokens += tokens_of(line)
+                        begun.put_nowait(number)
                 return tokens
 
             tasks = [asyncio.create_task(one(number)) for number in range(10)]
@@ -169,9 +166,13 @@ def test_kill_9_of_a_replica_costs_its_streams_a_pause(shoal: ShoalProcess) -> N
     wait_until(lambda: is_at_baseline(shoal), 10, "pools at baseline")
 
 
-def test_health_is_503_while_nobody_can_serve_and_streams_get_an_error_or_go_on() -> None:
-    with ShoalProcess("--replicas", "1") as shoal:
+def test_health_is_503_while_nobody_can_serve_and_the_open_stream_goes_on_afterwards() -> None:
+    with ShoalProcess("--replicas", "1") as shoal, httpx.Client(base_url=shoal.url, timeout=60) as client:
         (victim,) = shoal.pids("Replica")
+        request = client.build_request("POST", "/v1/completions", json=body(7, 200, stream=True))
+        stream = client.send(request, stream=True)
+        lines = stream.iter_lines()
+        tokens = tokens_of(next(lines))
         os.kill(victim, signal.SIGSTOP)  # alive, but silent
         try:
             wait_until(lambda: shoal.health() == 503, 10, "health noticing the silence")
@@ -183,6 +184,19 @@ def test_health_is_503_while_nobody_can_serve_and_streams_get_an_error_or_go_on(
         wait_until(lambda: shoal.health() == 200, 30, "health after the pause")
         answer = httpx.post(f"{shoal.url}/v1/completions", json=body(1, 3), timeout=30)
         assert answer.json()["choices"][0]["token_ids"] == expected(1, 3)
+        for line in lines:
+            tokens += tokens_of(line)
+        assert tokens == expected(7, 200)
+        stream.close()
+
+
+def tokens_of(line: str) -> list[int]:
+    """Token ids of one server-sent event; none of an empty line and of [DONE]."""
+    if not line.startswith("data: {"):
+        return []
+    chunk = json.loads(line[6:])
+    assert "error" not in chunk, chunk
+    return list(chunk["choices"][0]["token_ids"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

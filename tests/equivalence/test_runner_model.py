@@ -8,9 +8,9 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from benchmarks.hf_reference import PROMPTS, TOLERANCE, Reference
 from replica.messages import SamplingParams
 from replica.model_runner import TorchModelRunner
-from tests.equivalence.reference import PROMPTS, TOLERANCE, Reference
 from tests.equivalence.runner_driver import Driver, make_config
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.hf_reference import Reference
 from replica.errors import ConfigError, EngineError, ModelLoadError
 from replica.messages import SamplingParams
 from replica.model_runner import TorchModelRunner
 from replica.native import library
 from replica.native.builder import NativeUnavailableError
 from replica.step import NewSequence, StepPlan
-from tests.equivalence.reference import Reference
 from tests.equivalence.runner_driver import Driver, make_config, write_tiny_model
 
 MakeRunner = Callable[..., TorchModelRunner]

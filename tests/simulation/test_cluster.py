@@ -7,9 +7,9 @@ import pytest
 
 from cluster.simulation.records import SimRecord, SimRequest
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
+from cluster.simulation.workloads import burst, document_among_chats, engine
 from replica.fake_runner import expected_output
 from replica.messages import FinishReason, RefusalReason, ReplicaId
-from tests.simulation.scenarios import burst, document_among_chats, engine
 
 VOCAB = 49152
 EOS = frozenset({2})

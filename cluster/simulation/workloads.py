@@ -1,4 +1,4 @@
-"""Workloads shared by simulation tests, examples and claims: everything from a seed."""
+"""PURE. Workloads shared by simulation tests, soak and claims: everything from a seed."""
 
 from __future__ import annotations
 
