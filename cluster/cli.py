@@ -30,7 +30,10 @@ _FLAGS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Returns the exit code: 0 fine, 1 failed, 2 wrong usage or configuration."""
     parser = _parser()
-    options = parser.parse_args(argv)
+    options, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # the command's own usage helps more than that of `shoal`
+        getattr(options, "parser", parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if options.command is None:
         parser.print_help()
         return 2
@@ -53,10 +56,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_address(status)
     status.add_argument("--api-key", help="bearer key, if the cluster wants one")
     status.add_argument("--json", action="store_true", help="machine-readable")
-    status.set_defaults(run=_status)
+    status.set_defaults(run=_status, parser=status)
     model = commands.add_parser("model", help="fetch, convert and locate a model")
     model.add_argument("name", nargs="?", default="smollm2-135m-instruct", help="built-in name, folder or .gguf file")
-    model.set_defaults(run=_model)
+    model.set_defaults(run=_model, parser=model)
     return parser
 
 
@@ -86,7 +89,7 @@ def _add_serve(commands: Any) -> None:
         help="any key of ClusterConfig, e.g. --set scheduler.max_num_seqs=32; may be repeated",
     )
     serve.add_argument("--print-config", action="store_true", help="print the resolved configuration and stop")
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=_serve, parser=serve)
 
 
 def config_overrides(options: argparse.Namespace) -> dict[str, Any]:

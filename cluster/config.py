@@ -24,6 +24,9 @@ from replica.config import (
 )
 from replica.errors import ConfigError
 
+#: shown instead of API keys
+MASK = "***"
+
 
 class ReplicasConfig(FrozenModel):
     """How many data-parallel replicas of each role."""
@@ -47,6 +50,15 @@ class HttpConfig(FrozenModel):
     api_keys: tuple[str, ...] = Field((), description="Bearer keys; empty: no key is asked for.")
     cors_allow_origins: tuple[str, ...] = Field(("*",), description="Origins whose pages may call.")
     max_body_mib: float = Field(8, gt=0, description="Longest request body in MiB.")
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_are_real(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if not all(value):
+            raise ValueError("holds an empty key, which would let everybody in")
+        if MASK in value:
+            raise ValueError(f"{MASK} is the mask that --print-config shows instead of a key; put the real one in")
+        return value
 
 
 class ClusterConfig(FrozenModel):
@@ -103,7 +115,7 @@ class ClusterConfig(FrozenModel):
     def to_yaml(self) -> str:
         """YAML that `load` reads back to an equal object. Keys are never shown in full."""
         data = self.model_dump(mode="json")
-        data["http"]["api_keys"] = ["***"] * len(self.http.api_keys)
+        data["http"]["api_keys"] = [MASK] * len(self.http.api_keys)
         return yaml.safe_dump(data, sort_keys=False)
 
 
@@ -159,6 +171,8 @@ def _sentence(item: Mapping[str, Any]) -> str:
         close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(names)}"
         return f"{place}: unknown key{hint}"
+    if item["type"] == "model_type":
+        return f"{place}: must be a section with the keys {', '.join(_fields_at(item['loc']))} (got {item['input']!r})"
     return f"{place}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})"
 
 

@@ -5,11 +5,15 @@ SIGTERM.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
+import re
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +23,12 @@ from types import FrameType
 
 from cluster.config import ClusterConfig
 from cluster.process_sweep import record_children, sweep_orphans
-from replica.errors import ConfigError, ShoalError
+from replica.errors import ConfigError, ModelLoadError, ShoalError
 
 logger = logging.getLogger(__name__)
+
+#: beyond `drain_s`: Serve's own steps, and the last messages
+_DRAIN_SLACK_S = 40.0
 
 
 def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
@@ -52,19 +59,23 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
                 record_children()  # again: now with the replicas
             if not owns_serve and not _listens(host, port):
                 _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
+            _say(f"replicas: {_describe_replicas(config, host, port)}")
+            _say(f"logs: {_log_folder()}")
             elapsed = time.monotonic() - started
             _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
             _wait_for_signal()
+            _say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")
         except KeyboardInterrupt:
             pass
         finally:
-            _stop(owns_serve, has_deployed)
+            _stop(owns_serve, has_deployed, config.drain_s + _DRAIN_SLACK_S)
     return 0
 
 
-def _stop(owns_serve: bool, has_deployed: bool) -> None:
+def _stop(owns_serve: bool, has_deployed: bool, drain_s: float) -> None:
     """Drain and end what was started here: our application, Serve if it was not there before, and a Ray of our own.
 
+    The application goes first and alone: `serve.shutdown` takes the proxy away at once, and every open stream with it.
     A second signal skips the draining.
     """
     import ray
@@ -72,17 +83,30 @@ def _stop(owns_serve: bool, has_deployed: bool) -> None:
 
     from cluster.app import APP_NAME
 
-    _say("stopping: streams may end first (Ctrl-C again stops at once)")
-    with _quiet_stderr():
+    with _quiet():
         try:
-            if owns_serve and serve.status().applications.keys() <= {APP_NAME}:
+            if has_deployed:
+                _delete_application(APP_NAME, drain_s)
+            if owns_serve and not serve.status().applications:
                 serve.shutdown()
-            elif has_deployed:
-                serve.delete(APP_NAME)
         except KeyboardInterrupt:
             pass
         finally:
             ray.shutdown()
+
+
+def _delete_application(name: str, drain_s: float) -> None:
+    """Serve waits 60 s for the end of an application and then raises; a drain may take longer."""
+    from ray import serve
+
+    end = time.monotonic() + drain_s
+    while True:
+        try:
+            serve.delete(name)
+            return
+        except TimeoutError:
+            if time.monotonic() > end:
+                return
 
 
 def _localize(config: ClusterConfig) -> ClusterConfig:
@@ -94,36 +118,67 @@ def _localize(config: ClusterConfig) -> ClusterConfig:
 
     update: dict[str, str] = {}
     if config.model not in model_store.BUILTIN_MODELS:
-        update["model"] = str(model_store.resolve(config.model).absolute())
+        folder = model_store.resolve(config.model).absolute()
+        if config.runner == "torch":
+            _check_model(folder, config.max_model_len)
+        update["model"] = str(folder)
         update["served_model_name"] = config.served_name
-    if config.chat_template and (path := Path(config.chat_template).expanduser()).is_file():
-        update["chat_template"] = path.read_text()
+    if config.chat_template:
+        update["chat_template"] = _template_text(config.chat_template)
     return config.model_copy(update=update)
 
 
-@contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
-    """Ray's core prints that the controller's last task failed, because it was killed: true, intended, and no news for
-    anybody.
+def _check_model(folder: Path, max_model_len: int | None) -> None:
+    """In a process of its own, because it takes torch, which this one can do without."""
+    limit = [] if max_model_len is None else [str(max_model_len)]
+    command = [sys.executable, "-m", "replica.check_model", str(folder), *limit]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ModelLoadError(result.stdout.strip() or result.stderr.strip().splitlines()[-1])
 
-    It writes to the descriptor from C++, so the descriptor is what has to be turned away.
+
+def _template_text(template: str) -> str:
+    """The template itself, or the text of the file it names; compiled once, so that a mistake shows now."""
+    from router.chat_template import ChatTemplate
+
+    path = Path(template).expanduser()
+    looks_like_a_path = "{" not in template
+    if looks_like_a_path and not path.is_file():
+        raise ConfigError(f"chat_template: there is no file {template!r}, and it is no template either")
+    text = path.read_text() if looks_like_a_path else template
+    ChatTemplate(text)
+    return text
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Ray prints that the controller's last task failed, because it was killed: true, intended, and nobody's news.
+
+    Parts of it write to the descriptors past Python, so the descriptors are what has to be turned away.
     """
+    sys.stdout.flush()
     sys.stderr.flush()
-    saved = os.dup(2)
+    saved = {number: os.dup(number) for number in (1, 2)}
     nowhere = os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        for number in saved:
+            os.dup2(nowhere, number)
         yield
     finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+        for number, copy in saved.items():
+            os.dup2(copy, number)
+            os.close(copy)
         os.close(nowhere)
 
 
 def _prepare_model(config: ClusterConfig) -> None:
+    """Fetch and convert a built-in model, and hold the wish for a context against it."""
     from cluster import model_store
 
-    model_store.resolve(config.model)
+    folder = model_store.resolve(config.model)
+    limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
+    if config.max_model_len is not None and limit is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len: {config.max_model_len} is longer than the model's context of {limit}")
 
 
 def _start_ray(config: ClusterConfig) -> bool:
@@ -133,6 +188,7 @@ def _start_ray(config: ClusterConfig) -> bool:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _say(f"joining Ray at {address}")
+        _check_ray_address(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -181,6 +237,15 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
+def _check_ray_address(address: str) -> None:
+    """Ray waits for minutes and in silence for an address where nothing is; two seconds tell as well."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        return  # "auto", "local", "ray://...": Ray knows what to make of them
+    if not address.startswith("ray://") and not _listens(host.strip("[]"), int(port)):
+        raise ShoalError(f"RAY_ADDRESS={address}: nothing listens there")
+
+
 def _deploy(config: ClusterConfig, host: str, port: int) -> None:
     from ray import serve
     from ray.serve.config import HTTPOptions, ProxyLocation
@@ -195,19 +260,45 @@ def _deploy(config: ClusterConfig, host: str, port: int) -> None:
     _say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
     try:
         serve.run(build_from(config), name=APP_NAME, route_prefix="/", blocking=False)
-    except RuntimeError as error:
-        raise ShoalError(f"the application did not start: {error}\n{_why(APP_NAME)}") from None
+    except RuntimeError:
+        raise ShoalError(f"the application did not start: {_why(APP_NAME)}\nlogs: {_log_folder()}") from None
 
 
 def _why(app_name: str) -> str:
-    """What Serve knows of the failure: the constructor's error is there and nowhere else."""
+    """What Serve knows of the failure, without its tracebacks: the constructor's error is there and nowhere else."""
     from ray import serve
 
     application = serve.status().applications.get(app_name)
     if application is None:
         return ""
-    messages = [application.message, *(d.message for d in application.deployments.values())]
-    return "\n".join(message for message in messages if message)
+    text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    errors = re.findall(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", plain, flags=re.MULTILINE)
+    own = [message for name, message in errors if name not in ("RuntimeError", "RayTaskError")]
+    return own[-1] if own else plain.strip()
+
+
+def _log_folder() -> str:
+    """Where Serve writes the logs of routers and replicas."""
+    return os.path.join(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "session_latest", "logs", "serve")
+
+
+def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:
+    """What the replicas say of their device, kernels and self-test; the first router may need a moment to hear of
+    them.
+    """
+    from cluster.status import fetch_status
+
+    reachable = "127.0.0.1" if host == "0.0.0.0" else host
+    key = config.http.api_keys[0] if config.http.api_keys else None
+    pause = threading.Event()
+    for _ in range(50):
+        with contextlib.suppress(ShoalError):
+            replicas = fetch_status(reachable, port, key)["replicas"]
+            if replicas:
+                return "; ".join(sorted({replica["description"] for replica in replicas}))
+        pause.wait(0.1)
+    return "not heard of yet; see `shoal status`"
 
 
 def _set_environment() -> None:

@@ -45,7 +45,10 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--api-key", default="none")
     options = parser.parse_args()
-    ask(options.base_url, options.question, options.model, options.api_key)
+    try:
+        ask(options.base_url, options.question, options.model, options.api_key)
+    except openai.OpenAIError as error:
+        raise SystemExit(f"{options.base_url}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -87,7 +87,12 @@ class Replica:
 
     def record_replica_metadata(self) -> dict[str, str]:
         """Told once to every router by Serve."""
-        return {"address": self.address, "role": self.role.value, "incarnation": self.incarnation}
+        return {
+            "address": self.address,
+            "role": self.role.value,
+            "incarnation": self.incarnation,
+            "description": self.engine.core.info.description,
+        }
 
     def check_health(self) -> None:
         """Raises if the engine makes no progress; Serve then replaces the replica."""
@@ -144,6 +149,8 @@ def replica_deployment(
         name="Replica",
         num_replicas=num_replicas,
         ray_actor_options={"num_cpus": num_cpus, "runtime_env": {"env_vars": env_vars}},
+        # one line per health probe and status call would bury everything else
+        logging_config={"enable_access_log": False},
         health_check_period_s=1,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,

@@ -34,7 +34,7 @@ class TorchModelRunner:
         config = resolve(config, detect_hardware())
         self._model = read_config(folder)
         self._dtype = _DTYPES[config.model.dtype]
-        max_len = _max_model_len(config, self._model)
+        max_len = max_length(config, self._model)
         threads = config.parallel.num_threads or 1
         torch.set_num_threads(threads)
         self._num_blocks, self._block_size = _pool_size(config, self._model, self._dtype), config.cache.block_size
@@ -127,7 +127,7 @@ class TorchModelRunner:
         self.last_logits.clear()
 
 
-def _max_model_len(config: EngineConfig, model: DecoderConfig) -> int:
+def max_length(config: EngineConfig, model: DecoderConfig) -> int:
     wanted = config.model.max_model_len or model.max_position_embeddings
     if wanted > model.max_position_embeddings:
         raise ConfigError(

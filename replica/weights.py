@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -27,28 +28,37 @@ class LayerWeights:
     post_norm: torch.Tensor
 
 
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(str(path), framework="pt")
+    except Exception as error:  # safetensors raises its own type for a bad header
+        raise ModelLoadError(f"{path} is cut short or no safetensors file: {error}") from error
+
+
 class WeightReader:
     """Named tensors over all .safetensors files of a folder; each is read when asked for."""
 
-    def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype, headers_only: bool = False) -> None:
+        """`headers_only`: check names and shapes, and give tensors without data (device meta)."""
         self.config = config
         self._dtype = dtype
         self._paths = sorted(folder.glob("*.safetensors"))
         if not self._paths:
             raise ModelLoadError(f"{folder} holds no .safetensors file")
-        try:
-            files = [safe_open(str(path), framework="pt") for path in self._paths]
-        except Exception as error:  # safetensors raises its own type for a bad header
-            raise ModelLoadError(f"{folder}: weights cannot be opened: {error}") from error
+        self._headers_only = headers_only
+        files = [_open(path) for path in self._paths]
         self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
         file = self._where.get(name)
         if file is None:
             raise ModelLoadError(f"tensor {name} is missing from {self._paths[0].parent}")
+        found = tuple(file.get_slice(name).get_shape())
+        if found != shape:
+            raise ModelLoadError(f"tensor {name} has shape {found}, config.json asks for {shape}")
+        if self._headers_only:
+            return torch.empty(shape, dtype=dtype or self._dtype, device="meta")
         tensor: torch.Tensor = file.get_tensor(name)
-        if tuple(tensor.shape) != shape:
-            raise ModelLoadError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
         return tensor.to(dtype or self._dtype)
 
     def embedding(self) -> torch.Tensor:

@@ -108,6 +108,8 @@ def router_deployment(
         name="Router",
         num_replicas=num_routers,
         ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": env_vars}},
+        # one line per health probe and status call would bury everything else
+        logging_config={"enable_access_log": False},
         health_check_period_s=1,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,

@@ -105,6 +105,7 @@ class LiveBackend:
                 {
                     "replica_id": view.replica_id,
                     "address": view.address,
+                    "description": self._known.get(view.replica_id, {}).get("description", ""),
                     "state": "draining" if view.is_draining else "up" if view.is_placeable(now) else "silent",
                     "queued": load.num_queued,
                     "queue_cap": load.queue_cap,

@@ -200,9 +200,22 @@ def tokens_of(line: str) -> list[int]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_everything(number: signal.Signals) -> None:
-    with ShoalProcess("--replicas", "2") as shoal:
+def test_a_signal_lets_open_streams_end_and_then_ends_everything(number: signal.Signals) -> None:
+    with ShoalProcess("--replicas", "2") as shoal, httpx.Client(base_url=shoal.url, timeout=60) as client:
         assert len(shoal.family) > 5
+        streams = []
+        for i in range(4):
+            request = client.build_request("POST", "/v1/completions", json=body(i, 300, stream=True))
+            lines = client.send(request, stream=True).iter_lines()
+            streams.append((lines, tokens_of(next(lines))))
+        shoal.process.send_signal(number)
+        for i, (lines, tokens) in enumerate(streams):
+            rest = list(lines)
+            for line in rest:
+                tokens += tokens_of(line)
+            assert tokens == expected(i, 300)
+            assert "data: [DONE]" in rest
+        assert shoal.process.wait(60) == 0
         assert shoal.stop(number) == 0
         assert shoal.survivors() == []
 
