@@ -45,7 +45,7 @@ async def _measure(server: servers.Server, num_streams: int, output_len: int) ->
             all_begun.set()
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await _until_up(session, server.url, 2)
+        before = await _until_up(session, server.url)
         streams = [
             asyncio.create_task(ask(session, server.url, server.model, [1000 + n] * 20, output_len, on_first))
             for n in range(num_streams)
@@ -53,7 +53,7 @@ async def _measure(server: servers.Server, num_streams: int, output_len: int) ->
         await all_begun.wait()
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
-        replacement = asyncio.create_task(_until_up(session, server.url, 2, not_pid=victim, root=server.process.pid))
+        replacement = asyncio.create_task(_until_up(session, server.url, besides=before))
         replacement.add_done_callback(lambda _: times.append(time.monotonic() - killed))
         unhealthy = 0
         while not all(stream.done() for stream in streams):
@@ -65,17 +65,16 @@ async def _measure(server: servers.Server, num_streams: int, output_len: int) ->
     return KillOutcome(sum(bool(answer.error) for answer in answers), unhealthy, times[0])
 
 
-async def _until_up(
-    session: aiohttp.ClientSession, url: str, count: int, not_pid: int | None = None, root: int = 0
-) -> None:
+async def _until_up(session: aiohttp.ClientSession, url: str, besides: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Ids of the replicas that are up, once there are two and one of them is none of `besides`."""
     for _ in range(2400):
         async with session.get(f"{url}/status") as response:
             status = await response.json()
-        gone = not_pid is None or not_pid not in replica_pids(root)
-        if gone and sum(replica["state"] == "up" for replica in status["replicas"]) >= count:
-            return
+        up = frozenset(replica["replica_id"] for replica in status["replicas"] if replica["state"] == "up")
+        if len(up) >= 2 and up - besides:
+            return up
         await asyncio.sleep(0.05)
-    raise TimeoutError(f"{count} replicas were not up within two minutes")
+    raise TimeoutError("no new replica was up within two minutes")
 
 
 def replica_pids(root: int) -> list[int]:

@@ -107,7 +107,7 @@ class EngineCore:
     def hand_over(self, now: float) -> RouterOutputs:
         """End everything that is not in the runner's hands with MOVED, so that routers continue it elsewhere.
 
-        Sequences in flight end with the next `update`; call again until `num_unfinished` is 0.
+        Sequences in the step end with the next `update`; call again until `num_unfinished` is 0.
         """
         moved = [s for s in self.scheduler.living() if self.scheduler.abort(s, FinishReason.MOVED, now)]
         return self._outputs([Progress(sequence, [], FinishReason.MOVED) for sequence in moved])

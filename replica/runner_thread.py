@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from replica.step import ModelRunner, RunnerInfo, StepPlan, StepResult
 
-_Job = tuple[Callable[[], object], "asyncio.Future[object]"]
+_Order = tuple[Callable[[], object], "asyncio.Future[object]"]
 
 
 class RunnerThread:
@@ -27,7 +27,7 @@ class RunnerThread:
     def __init__(self, factory: Callable[[], ModelRunner]) -> None:
         self._factory = factory
         self._runner: ModelRunner | None = None
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="shoal-runner", daemon=True)
 
     async def start(self) -> RunnerInfo:
@@ -49,7 +49,7 @@ class RunnerThread:
         if self._thread.is_alive():
             if self._runner is not None:
                 await self._call(self._runner.close)
-            self._jobs.put(None)
+            self._orders.put(None)
             await self._loop.run_in_executor(None, self._thread.join)
 
     def _build(self) -> None:
@@ -57,13 +57,13 @@ class RunnerThread:
 
     def _call(self, function: Callable[[], object]) -> asyncio.Future[object]:
         future: asyncio.Future[object] = self._loop.create_future()
-        self._jobs.put((function, future))
+        self._orders.put((function, future))
         return future
 
     def _work(self) -> None:
         name_thread(b"shoal-runner")
-        while (job := self._jobs.get()) is not None:
-            function, future = job
+        while (order := self._orders.get()) is not None:
+            function, future = order
             try:
                 outcome, failure = function(), None
             except BaseException as error:  # the waiter gets it, whatever it is

@@ -86,7 +86,7 @@ class Scheduler:
         """
         if sequence.status is Status.FINISHED:
             return True
-        if sequence.in_flight:
+        if sequence.in_step:
             # the first reason stays: a drain must not announce as moved what its router gave up
             sequence.abort_reason = sequence.abort_reason or reason
             return False
@@ -119,7 +119,7 @@ class Scheduler:
         progress: list[Progress] = []
         sampled = dict(zip(result.seq_ids, result.token_ids, strict=True))
         for sequence, num_tokens in zip(self._in_step, plan.num_scheduled, strict=True):
-            sequence.in_flight = False
+            sequence.in_step = False
             rework = (
                 min(sequence.num_tokens_at_preemption, sequence.num_computed_tokens + num_tokens)
                 - sequence.num_computed_tokens
@@ -146,7 +146,7 @@ class Scheduler:
         """
         progress = []
         for sequence in self._in_step:
-            sequence.in_flight = False
+            sequence.in_step = False
             reason = sequence.abort_reason or FinishReason.ERROR
             self._finish(sequence, reason, now)
             progress.append(Progress(sequence, [], reason))
@@ -202,7 +202,7 @@ class Scheduler:
         return new_blocks
 
     def _preempt(self, victim: Sequence) -> None:
-        assert not victim.in_flight, f"{victim} is already part of the step"
+        assert not victim.in_step, f"{victim} is already part of the step"
         self.running.remove(victim)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
         self._release(victim)

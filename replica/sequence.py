@@ -34,7 +34,7 @@ class Sequence:
         "finished_at",
         "first_scheduled_at",
         "first_token_at",
-        "in_flight",
+        "in_step",
         "index",
         "known_to_runner",
         "max_total_tokens",
@@ -95,7 +95,7 @@ class Sequence:
         self.num_blocks_committed = 0
         self.known_to_runner = False
         #: part of the step that the runner works on right now; its blocks may not be freed
-        self.in_flight = False
+        self.in_step = False
         self.abort_reason: FinishReason | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

@@ -52,7 +52,7 @@ class StepBudget:
         self._seq_ids.append(sequence.seq_id)
         self._num_computed.append(sequence.num_computed_tokens)
         self._num_scheduled.append(num_tokens)
-        sequence.in_flight = True
+        sequence.in_step = True
         if not sequence.known_to_runner:
             sequence.known_to_runner = True
             self._new.append(

@@ -1,4 +1,4 @@
-"""ASYNC. One request in flight: what was emitted, what waits for the reader, and how to continue it elsewhere."""
+"""ASYNC. One outstanding request: what was emitted, what waits for the reader, and how to continue it elsewhere."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ async def test_a_client_that_leaves_frees_its_blocks_within_two_steps() -> None:
         stream.abort()  # twice is once
         await until(lambda: c.routers[0].load() == 0)
         await until(lambda: any(s.abort_reason for s in replica.engine.core.scheduler.living()))
-        replica.runner.gate.release(1)  # the step in flight ends ...
+        replica.runner.gate.release(1)  # the step ends ...
         await until(lambda: at_baseline(c))  # ... and with it the sequence
         replica.runner.open()
         await until(lambda: replica.runner._runner.num_known == 0)

@@ -254,7 +254,7 @@ def test_a_thousand_random_aborts_leave_every_pool_at_baseline(seed: int) -> Non
             if core.submit(ROUTERS[0], request, 0, now).refusal is None:
                 alive.append(request_id)
         plan = core.schedule(now)
-        for _ in range(min(len(alive), rng.randrange(3))):  # queued, running, in flight or long finished
+        for _ in range(min(len(alive), rng.randrange(3))):  # queued, running, in the step or long finished
             core.abort(ROUTERS[0], alive.pop(rng.randrange(len(alive))), now)
             num_aborted += 1
         if plan is not None:
