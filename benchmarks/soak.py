@@ -42,8 +42,9 @@ def random_cluster(seed: int) -> tuple[SimCluster, int]:
         policy=rng.choice(["least-tokens", "round-robin"]),
     )
     cluster = SimCluster(config)
-    for number in range(num_replicas):
-        if rng.random() < 0.5:
+    # at most two, so that no request can lose three replicas in a row, which would rightly end it
+    for number in rng.sample(range(num_replicas), k=min(num_replicas, 2)):
+        if rng.random() < 0.7:
             cluster.kill_at(rng.random() * 3, ReplicaId(f"replica-{number}"), replace_after_s=rng.random() * 2)
     return cluster, num_routers
 
@@ -60,7 +61,7 @@ def check(cluster: SimCluster, records: list[SimRecord]) -> None:
         assert record.finish_reason in (None, FinishReason.LENGTH), record
         if record.finish_reason is FinishReason.LENGTH:
             assert len(record.token_ids) == request.max_tokens, record
-        assert not record.failure, record  # every dead replica is replaced in time
+        assert not record.failure, record  # every dead replica is replaced in time, and two losses are survived
     for router in cluster.routers.values():
         assert router.dispatcher.num_requests == router.dispatcher.num_held == 0
     for replica in cluster.replicas.values():
