@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from cluster.process_sweep import descendants
+from cluster.process_sweep import command_line, descendants
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -56,8 +56,5 @@ def _threads(pid: int) -> list[tuple[str, float]]:
 
 
 def _process_name(pid: int) -> str:
-    try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-    except OSError:
-        return "gone"
-    return command.rpartition("/")[2].split(" ")[0]
+    words = command_line(pid).split()
+    return words[0].rpartition("/")[2] if words else "gone"

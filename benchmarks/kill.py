@@ -14,7 +14,7 @@ import msgspec
 
 from benchmarks import servers
 from benchmarks.load import ask
-from cluster.process_sweep import descendants
+from cluster.process_sweep import serve_replicas
 
 
 class KillOutcome(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ def measure(num_streams: int = 16, output_len: int = 60, runner: str = "torch") 
 
 
 async def _measure(server: servers.Server, num_streams: int, output_len: int) -> KillOutcome:
-    victim = replica_pids(server.process.pid)[0]
+    victim = serve_replicas(server.process.pid, "Replica")[0]
     all_begun = asyncio.Event()
     num_begun = 0
     times: list[float] = []
@@ -75,16 +75,3 @@ async def _until_up(session: aiohttp.ClientSession, url: str, besides: frozenset
             return up
         await asyncio.sleep(0.05)
     raise TimeoutError("no new replica was up within two minutes")
-
-
-def replica_pids(root: int) -> list[int]:
-    """Serve replicas of our replica deployment below a `shoal serve` process."""
-    found = []
-    for pid in descendants(root):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"ray::ServeReplica:shoal:Replica" in command:
-            found.append(pid)
-    return found

@@ -76,6 +76,19 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def command_line(pid: int) -> str:
+    """Arguments of `pid` joined by spaces; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def serve_replicas(root: int, deployment: str) -> list[int]:
+    """Pids below `root` of the processes that Serve runs for one of our deployments: `Replica` or `Router`."""
+    return [pid for pid in descendants(root) if f"ray::ServeReplica:shoal:{deployment}" in command_line(pid)]
+
+
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/pid/stat after the command, state first; empty if the process is gone."""
     try:

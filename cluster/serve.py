@@ -25,8 +25,6 @@ from cluster.config import ClusterConfig
 from cluster.process_sweep import record_children, sweep_orphans
 from replica.errors import ConfigError, ModelLoadError, ShoalError
 
-logger = logging.getLogger(__name__)
-
 #: beyond `drain_s`: Serve's own steps, and the last messages
 _DRAIN_SLACK_S = 40.0
 

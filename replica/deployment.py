@@ -5,11 +5,8 @@ Serve places, watches and replaces the replica; it sees no request. Requests and
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
-import os
-import threading
 import uuid
 from collections.abc import Callable
 from functools import partial
@@ -98,20 +95,9 @@ class Replica:
         """Raises if the engine makes no progress; Serve then replaces the replica."""
         self.engine.check_health()
 
-    async def describe(self) -> dict[str, Any]:
-        """Facts for `shoal status` and for tests."""
-        info = self.engine.core.info
-        return {
-            "incarnation": self.incarnation,
-            "address": self.address,
-            "role": self.role.value,
-            "pid": os.getpid(),
-            "threads": threading.active_count(),
-            "model": self.config.model.model,
-            "description": info.description,
-            "num_blocks": info.num_blocks,
-            "block_size": info.block_size,
-        }
+    async def describe(self) -> dict[str, str]:
+        """What a router calls so that Serve makes it a view of the replicas; says what that view says."""
+        return self.record_replica_metadata()
 
     async def __del__(self) -> None:  # Serve awaits it: the only stop hook there is
         if self._drained or not hasattr(self, "_service"):
@@ -120,7 +106,6 @@ class Replica:
         await self.engine.drain(self._drain_s)
         await self._service.stop(1.0)
         await self.engine.close()
-        await asyncio.sleep(0)
 
 
 def replica_deployment(

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore, RouterOutputs
 from replica.errors import EngineError
-from replica.messages import Abort, DownMessage, Draining, RouterId, StepOutput, Submit
-from replica.report_schedule import HEARTBEAT_S, LOAD_INTERVAL_S, ReportSchedule
+from replica.messages import HEARTBEAT_S, Abort, DownMessage, Draining, RouterId, StepOutput, Submit
+from replica.report_schedule import LOAD_INTERVAL_S, ReportSchedule
 from replica.router_link import RouterLink
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import RunnerThread

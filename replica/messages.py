@@ -17,6 +17,16 @@ import msgspec
 #: the data plane's one gRPC method, and the longest message on it: a 100,000-token prompt is about 0.5 MB
 METHOD = "/shoal.Replica/Connect"
 MAX_MESSAGE_BYTES = 64 << 20
+#: gRPC options of both ends: message sizes, and pings that find a dead host within 10 s
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+#: every router hears from a replica at least this often, so that silence means something
+HEARTBEAT_S = 1.0
 
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)

@@ -10,8 +10,6 @@ from replica.messages import RouterId
 
 #: a router without a token in a step hears of the load at most this often
 LOAD_INTERVAL_S = 0.05
-#: and at least this often, so that silence means something
-HEARTBEAT_S = 1.0
 
 
 class ReportSchedule:

@@ -14,17 +14,13 @@ import grpc
 import msgspec
 
 from replica.engine import Engine
-from replica.messages import MAX_MESSAGE_BYTES, METHOD, RouterId, decode_down
+from replica.messages import CHANNEL_OPTIONS, METHOD, RouterId, decode_down
 from replica.router_link import RouterLink
 
 logger = logging.getLogger(__name__)
 
-CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+_OPTIONS = [
+    *CHANNEL_OPTIONS,
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -35,7 +31,7 @@ class ReplicaService:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        self._server = grpc.aio.server(options=_OPTIONS)
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._connect)
         service, method = METHOD.strip("/").split("/")
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {method: handler}),))

@@ -7,8 +7,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import logging
-import os
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,8 +24,6 @@ from router.dispatcher import Dispatcher, DispatcherConfig
 from router.live_backend import LiveBackend
 from router.placement import POLICIES
 from router.tokenizer import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 #: model name -> folder on this node with tokenizer and configuration
 ModelSource = Callable[[str], Path]
@@ -68,10 +64,6 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
-
-    async def describe(self) -> dict[str, Any]:
-        """Facts for tests."""
-        return {"pid": os.getpid(), **self.backend.status()}
 
 
 def _complete(settings: Mapping[str, Any], tokenizer: Tokenizer) -> AppSettings:

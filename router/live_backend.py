@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Callable, Mapping
 
 from replica.errors import NeverFitsError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
 from replica.messages import (
+    HEARTBEAT_S,
     Abort,
     Draining,
     FinishReason,
@@ -30,13 +30,6 @@ from router.live_stream import LiveStream
 from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
 
-logger = logging.getLogger(__name__)
-
-#: the replicas' own interval of reports
-HEARTBEAT_S = 1.0
-
-MakeClient = Callable[..., ReplicaClient]
-
 
 class LiveBackend:
     """Implements `router.backend.Backend`. Everything runs on the event loop that made it."""
@@ -48,13 +41,11 @@ class LiveBackend:
         model_name: str,
         *,
         clock: Callable[[], float] = time.monotonic,
-        make_client: MakeClient = ReplicaClient,
     ) -> None:
         self.dispatcher = dispatcher
         self.router_id = router_id
         self._model_name = model_name
         self._clock = clock
-        self._make_client = make_client
         self._clients: dict[ReplicaId, ReplicaClient] = {}
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
@@ -140,7 +131,7 @@ class LiveBackend:
                 if replica_id in self.dispatcher.views:
                     self.dispatcher.views[replica_id].is_draining = False
                 continue
-            self._clients[replica_id] = self._make_client(
+            self._clients[replica_id] = ReplicaClient(
                 replica_id,
                 metadata["address"],
                 metadata.get("incarnation", ""),

@@ -15,7 +15,7 @@ import grpc
 import msgspec
 
 from replica.messages import (
-    MAX_MESSAGE_BYTES,
+    CHANNEL_OPTIONS,
     METHOD,
     DownMessage,
     ReplicaId,
@@ -28,11 +28,7 @@ from replica.messages import (
 logger = logging.getLogger(__name__)
 
 _OPTIONS = [
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
+    *CHANNEL_OPTIONS,
     ("grpc.enable_http_proxy", 0),
     # one process may be both ends in tests; a subchannel shared with a dead peer's backoff would slow the reconnect
     ("grpc.use_local_subchannel_pool", 1),

@@ -11,8 +11,7 @@ from cluster.simulation.sim_replica import SimReplica
 from cluster.simulation.sim_router import SimRouter
 from replica.config import EngineConfig, FrozenModel
 from replica.fake_runner import CostModel, FakeModelRunner
-from replica.messages import DownMessage, ReplicaId, RouterId, UpMessage
-from replica.report_schedule import HEARTBEAT_S
+from replica.messages import HEARTBEAT_S, DownMessage, ReplicaId, RouterId, UpMessage
 from router.dispatcher import Dispatcher, DispatcherConfig
 from router.placement import POLICIES
 

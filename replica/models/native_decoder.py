@@ -10,27 +10,10 @@ from numpy.typing import NDArray
 
 from replica.input_batch import InputBatch
 from replica.models.decoder import DecoderConfig, rotary_tables
-from replica.native.library import Layer, Library, Model, Step
+from replica.native.library import STEP_ARRAYS, Layer, Library, Model, Step
 from replica.weights import WeightReader
 
 PANEL = 32
-
-#: arrays of an InputBatch that the kernels read, by the same name in both
-_STEP_ARRAYS = (
-    "token_ids",
-    "positions",
-    "slots",
-    "seq_start",
-    "seq_slot",
-    "block_tables",
-    "sample_rows",
-    "temperature",
-    "top_p",
-    "top_k",
-    "uniform",
-    "masked_row",
-    "masked_token",
-)
 
 
 def why_not_native(config: DecoderConfig) -> str | None:
@@ -167,7 +150,7 @@ class NativeDecoder:
         num_tokens, num_samples = len(batch.token_ids), len(batch.sample_rows)
         self._reserve(num_tokens, num_samples)
         tokens = np.empty(num_samples, np.int32)
-        arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in _STEP_ARRAYS}
+        arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in STEP_ARRAYS}
         step = Step(
             num_tokens=num_tokens,
             num_seqs=len(batch.seq_slot),

@@ -49,6 +49,12 @@ class Model(ctypes.Structure):
     ]
 
 
+#: arrays of an InputBatch that the kernels read, by the same name in both
+_TOKEN_ARRAYS = ("token_ids", "positions", "slots", "seq_start", "seq_slot", "block_tables")
+_SAMPLING_ARRAYS = ("sample_rows", "temperature", "top_p", "top_k", "uniform", "masked_row", "masked_token")
+STEP_ARRAYS = (*_TOKEN_ARRAYS, *_SAMPLING_ARRAYS)
+
+
 class Step(ctypes.Structure):
     """One step's inputs and outputs; see `replica.input_batch.InputBatch` for the shapes."""
 
@@ -57,23 +63,9 @@ class Step(ctypes.Structure):
             (name, c_int32)
             for name in ("num_tokens", "num_seqs", "num_samples", "num_masked", "logits_stride", "padding")
         ],
-        *[(name, c_void_p) for name in ("token_ids", "positions", "slots", "seq_start", "seq_slot", "block_tables")],
+        *[(name, c_void_p) for name in _TOKEN_ARRAYS],
         ("table_stride", c_int64),
-        *[
-            (name, c_void_p)
-            for name in (
-                "sample_rows",
-                "temperature",
-                "top_p",
-                "top_k",
-                "uniform",
-                "masked_row",
-                "masked_token",
-                "logits",
-                "tokens",
-                "scratch",
-            )
-        ],
+        *[(name, c_void_p) for name in (*_SAMPLING_ARRAYS, "logits", "tokens", "scratch")],
     ]
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,15 +14,10 @@ from pathlib import Path
 
 import httpx
 
-from cluster.process_sweep import descendants, start_time
+from benchmarks.servers import free_port
+from cluster.process_sweep import descendants, serve_replicas, start_time
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
@@ -93,22 +87,13 @@ class ShoalProcess:
 
     def pids(self, deployment: str) -> list[int]:
         """Serve replicas of one of our deployments: `Replica` or `Router`."""
-        return [
-            pid for pid in descendants(self.process.pid) if f"ray::ServeReplica:shoal:{deployment}" in _command(pid)
-        ]
+        return serve_replicas(self.process.pid, deployment)
 
     def status(self) -> dict:
         return dict(httpx.get(f"{self.url}/status", timeout=10).json())
 
     def health(self) -> int:
         return httpx.get(f"{self.url}/health", timeout=10).status_code
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def _is_zombie(pid: int) -> bool:

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from benchmarks.servers import free_port
 from cluster.process_sweep import descendants, start_time
 from replica.fake_runner import expected_output
-from tests.cluster.shoal_process import ROOT, ShoalProcess, free_port, wait_until
+from tests.cluster.shoal_process import ROOT, ShoalProcess, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
