@@ -28,6 +28,19 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 #: every router hears from a replica at least this often, so that silence means something
 HEARTBEAT_S = 1.0
 
+#: how much work llguidance may spend on one grammar: the same at the router, which checks it, and in the runner. Work and
+#: not seconds, so that a grammar is accepted everywhere or nowhere. `step_*` bound one token's mask (about 50 ms).
+GRAMMAR_LIMITS: dict[str, int] = {
+    "max_grammar_size": 200_000,
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "step_max_items": 50_000,
+    "max_items_in_row": 2_000,
+    "max_lexer_states": 50_000,
+}
+#: longest grammar in bytes
+MAX_GRAMMAR_BYTES = 256 << 10
+
 RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
 RouterId = NewType("RouterId", str)
@@ -37,13 +50,17 @@ OrderKey = tuple[float, int, float]
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended. `MOVED` never reaches a client: the router continues the sequence elsewhere."""
+    """Why a sequence ended. `MOVED` never reaches a client: the router continues the sequence elsewhere. `INVALID`
+    reaches it as an error.
+    """
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     MOVED = "moved"
+    #: the sequence cannot go on as it was asked for, here or elsewhere: a grammar that cannot be followed, say
+    INVALID = "invalid"
 
 
 class RefusalReason(enum.StrEnum):
@@ -84,6 +101,25 @@ class SamplingParams(_Message, frozen=True):
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    #: tokens less likely than this share of the likeliest are out; 0 means off
+    min_p: float = 0.0
+    #: over prompt and output: a logit above 0 is divided by it, one below multiplied; 1 means off
+    repetition_penalty: float = 1.0
+    #: over the output: taken off once, and once for each occurrence
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    #: token id -> what is added to its logit
+    logit_bias: dict[int, float] = {}
+    #: not empty: no other token may be chosen
+    allowed_token_ids: tuple[int, ...] = ()
+    #: no output may contain one of these token sequences
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    #: how many of the likeliest tokens to tell beside the chosen one at each output position; None: tell nothing
+    num_logprobs: int | None = None
+    #: the same over the prompt; the prefix cache is then not read, since its logits are not kept
+    num_prompt_logprobs: int | None = None
+    #: a grammar in llguidance's notation that the output follows; empty: none. Ends the sequence when it is complete.
+    grammar: str = ""
 
 
 class SequenceInput(_Message, frozen=True):
@@ -136,6 +172,30 @@ class ReplicaLoad(_Message, frozen=True):
     counters: dict[str, float] = {}
 
 
+class TokenLogprobs(_Message, frozen=True):
+    """How likely the token at one position was, and what else was likely, by the model's own distribution: before
+    temperature, penalties, bias and masks.
+    """
+
+    logprob: float
+    #: 1 is the likeliest
+    rank: int
+    #: likeliest first
+    top_token_ids: list[int] = []
+    top_logprobs: list[float] = []
+
+
+class Stages(_Message, frozen=True):
+    """Where the time of an ended sequence went on its last replica, in seconds: submitted, first scheduled, first token,
+    last token are the instants between which they lie. None: it did not get so far.
+    """
+
+    queued_s: float | None = None
+    prefill_s: float | None = None
+    decode_s: float | None = None
+    num_preemptions: int = 0
+
+
 class SequenceOutput(_Message, frozen=True):
     """New tokens of one sequence in one step; the last one carries `finish_reason`."""
 
@@ -147,6 +207,14 @@ class SequenceOutput(_Message, frozen=True):
     stop_reason: int | None = None
     #: of the prompt, how many tokens came from the prefix cache
     num_cached_tokens: int = 0
+    #: one entry a new token, where asked for
+    logprobs: list[TokenLogprobs] = []
+    #: with the first output of a sequence that asked for them: prompt positions 1, 2, ... (the first token has none)
+    prompt_logprobs: list[TokenLogprobs] = []
+    #: with the finish reason
+    stages: Stages | None = None
+    #: with `INVALID`: a sentence for the client
+    message: str = ""
 
 
 class KVEvent(_Message, frozen=True):
@@ -169,6 +237,18 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", gc=False):
 
     request_id: RequestId
     indices: list[int] | None = None
+
+
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset", gc=False):
+    """Router to replica: forget every cached prefix. Running sequences keep their blocks, which nobody finds any more."""
+
+    reset_id: str
+
+
+class ResetDone(msgspec.Struct, frozen=True, tag="reset_done", gc=False):
+    """Replica to router: the prefix cache is empty."""
+
+    reset_id: str
 
 
 class SubmitReply(msgspec.Struct, frozen=True, tag="reply", gc=False):
@@ -199,8 +279,8 @@ class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):
     deadline_s: float
 
 
-DownMessage = Submit | Abort
-UpMessage = SubmitReply | StepOutput | Draining
+DownMessage = Submit | Abort | ResetPrefixCache
+UpMessage = SubmitReply | StepOutput | Draining | ResetDone
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(DownMessage)

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from replica.messages import SamplingParams
+from replica.messages import SamplingParams, TokenLogprobs
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -57,6 +57,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     token_ids: list[int]
     #: seconds the runner worked on this step
     duration_s: float = 0.0
+    #: seq_id -> of the sampled token, where asked for
+    logprobs: dict[int, TokenLogprobs] = {}
+    #: seq_id -> of the prompt tokens that follow the tokens computed in this step: the first entry belongs to prompt
+    #: position `num_computed + 1`
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+    #: seq_id -> why it cannot go on, though nothing is wrong with the device; it is then not in `seq_ids`
+    failed: dict[int, str] = {}
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):
@@ -74,10 +81,18 @@ class RunnerInfo(msgspec.Struct, frozen=True):
 
 
 class ModelRunner(Protocol):
-    """Runs the forward pass and samples. Called from one thread only; knows nothing of queues or blocks' owners."""
+    """Runs the forward pass and samples. Called from one thread only (but for `prepare_grammar`); knows nothing of
+    queues or blocks' owners.
+    """
 
     @property
     def info(self) -> RunnerInfo: ...
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """Compile `grammar`, so that a later sequence with it does not hold up a step. From any thread, at any time; may
+        take a while. Raises InvalidRequestError if it cannot be compiled here.
+        """
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Carry out `plan`. Raises whatever the device raises; the engine then fails the sequences of the step."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from replica.messages import FinishReason, GenerateRequest
+from replica.messages import FinishReason, GenerateRequest, Stages, TokenLogprobs
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -27,6 +27,12 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     stop_reason: int | None = None
     #: of the prompt, how many tokens came from the prefix cache
     num_cached_tokens: int = 0
+    #: one entry a token, where asked for
+    logprobs: list[TokenLogprobs] = []
+    #: with the first event of a sequence that asked for them: prompt positions 1, 2, ...
+    prompt_logprobs: list[TokenLogprobs] = []
+    #: with the finish reason: where the time went on the last replica
+    stages: Stages | None = None
 
 
 class Health(msgspec.Struct, frozen=True):

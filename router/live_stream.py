@@ -66,6 +66,9 @@ class LiveStream:
                     output.finish_reason,
                     output.stop_reason,
                     output.num_cached_tokens,
+                    output.logprobs,
+                    output.prompt_logprobs,
+                    output.stages,
                 )
             )
         if events:
