@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine_core import EngineCore
-from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput
+from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput, TokenLogprobs
 from replica.model_runner import TorchModelRunner
 
 ROUTER = RouterId("equality")
@@ -33,6 +34,9 @@ class Trace(msgspec.Struct):
 
     tokens: list[int] = []
     logits: list[bytes] = []
+    #: what the client would be told beside the tokens
+    logprobs: list[TokenLogprobs] = []
+    prompt_logprobs: list[TokenLogprobs] = []
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -86,6 +90,35 @@ def make_items(num_prompts: int, num_tokens: int, seed: int = 11) -> list[Item]:
     return items
 
 
+def make_ruled_items(num_prompts: int, num_tokens: int, seed: int = 12) -> list[Item]:
+    """As `make_items`, each with rules beside: penalties, bias, bans, a minimum length, logprobs, and grammars."""
+    from llguidance import LLMatcher
+
+    grammars = [
+        LLMatcher.grammar_from_json_schema(_SCHEMA, overrides={"whitespace_flexible": False}),
+        LLMatcher.grammar_from_regex(r"[A-Z][a-z]{2,9}( [a-z]{2,9}){3,40}\."),
+        LLMatcher.grammar_from_lark('start: ("ha" | "ho" | " ")+ "!"'),
+    ]
+    rng = random.Random(seed)
+    items = []
+    for number, item in enumerate(make_items(num_prompts, num_tokens, seed)):
+        changes: list[dict[str, Any]] = [
+            {"repetition_penalty": 1.3, "presence_penalty": 0.4},
+            {"frequency_penalty": 0.7, "num_logprobs": 5},
+            {"logit_bias": {rng.randrange(49152): 4.0 for _ in range(20)}, "num_prompt_logprobs": 2},
+            {"allowed_token_ids": tuple(rng.sample(range(49152), 300)), "min_p": 0.05},
+            {"bad_words": tuple((rng.randrange(300, 900),) for _ in range(100)), "min_tokens": num_tokens // 2},
+            {"grammar": grammars[number // 6 % 3], "num_logprobs": 0, "presence_penalty": 0.2},
+        ]
+        items.append(Item(item.prompt, msgspec.structs.replace(item.sampling, **changes[number % 6])))
+    return items
+
+
+_SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["name", "ages", "kind"], "properties": {
+    "name": {"type": "string", "maxLength": 40}, "ages": {"type": "array", "items": {"type": "integer"}, "minItems": 3},
+    "kind": {"enum": ["large", "small", "odd"]}}}"""
+
+
 def run_way(
     way: Way, items: Sequence[Item], runners: Sequence[TorchModelRunner], outputs: Sequence[list[int]] | None = None
 ) -> tuple[list[Trace], int]:
@@ -133,11 +166,15 @@ def _drive(
     for number in mine:
         item = items[number]
         done = outputs[number][: int(way.resume_at * len(outputs[number]))] if outputs and way.resume_at else []
-        sequence = SequenceInput(0, item.prompt, item.sampling, list(done))
+        sampling = msgspec.structs.replace(item.sampling, num_prompt_logprobs=None) if done else item.sampling
+        sequence = SequenceInput(0, item.prompt, sampling, list(done))
         request = GenerateRequest(RequestId(str(number)), [sequence], order_key=(0.0, 0, float(number)))
         reply = core.submit(ROUTER, request, 0, 0.0)
         assert reply.refusal is None, reply.message
     runner.capture_logits = True
+    for grammar in core.take_wanted_grammars():
+        runner.prepare_grammar(grammar)
+        core.grammar_compiled(grammar, None, 0.0)
     while (plan := core.schedule(0.0)) is not None:
         owner = {s.seq_id: int(s.request_id) for s in core.scheduler.running}
         result = runner.execute(plan)
@@ -146,7 +183,12 @@ def _drive(
             trace.tokens.append(token_id)
             trace.logits.append(hashlib.sha256(runner.last_logits[seq_id].numpy().tobytes()).digest())
         runner.last_logits.clear()
-        core.update(plan, result, 0.0)
+        assert not result.failed, result.failed
+        for outputs in core.update(plan, result, 0.0).values():
+            for output in outputs:
+                trace = traces[int(output.request_id)]
+                trace.logprobs += output.logprobs
+                trace.prompt_logprobs += output.prompt_logprobs
 
 
 def differences(reference: Sequence[Trace], other: Sequence[Trace], way: Way) -> list[str]:
@@ -159,4 +201,6 @@ def differences(reference: Sequence[Trace], other: Sequence[Trace], way: Way) ->
         elif a.logits[skip:] != b.logits:
             at = next(i for i, (x, y) in enumerate(zip(a.logits[skip:], b.logits, strict=True)) if x != y)
             lines.append(f"{way.name}: request {number}: logits differ from output position {skip + at} on")
+        elif a.logprobs[skip:] != b.logprobs or (not skip and a.prompt_logprobs != b.prompt_logprobs):
+            lines.append(f"{way.name}: request {number}: logprobs differ")
     return lines

@@ -115,7 +115,7 @@ class BlockManager:
         """Blocks that already hold the leading tokens of `sequence`, at most `num_tokens - 1` of them. Changes nothing
         but hashes.
         """
-        if not self._caching:
+        if not self._caching or sequence.lacks_prompt_logprobs:
             return []
         sequence.extend_hashes(self.block_size)
         limit = (sequence.num_tokens - 1) // self.block_size
@@ -198,14 +198,13 @@ class BlockManager:
         sequence.num_blocks_committed = 0
         sequence.num_computed_tokens = 0
 
-    def clear_cache(self) -> bool:
-        """Forget every cached prefix. Refused (False) while a sequence holds blocks."""
-        if len(self._free) != self.num_blocks:
-            return False
+    def clear_cache(self) -> None:
+        """Forget every cached prefix. Blocks that sequences hold stay theirs; what is registered of them later hangs on
+        forgotten parents, so nobody finds it before those are computed anew.
+        """
         self._hash = [None] * self.num_blocks
         self._cached.clear()
         self._stored, self._removed, self._cleared = [], [], self._record_events
-        return True
 
     def take_events(self) -> KVEvent | None:
         """Changes of the cached set since the last call, coalesced: a hash stored and removed in between is in neither

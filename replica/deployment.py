@@ -89,6 +89,8 @@ class Replica:
             "role": self.role.value,
             "incarnation": self.incarnation,
             "description": self.engine.core.info.description,
+            "block_size": str(self.engine.core.info.block_size),
+            "enable_prefix_caching": str(self.config.cache.enable_prefix_caching),
         }
 
     def check_health(self) -> None:

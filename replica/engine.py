@@ -14,7 +14,17 @@ from collections.abc import Callable
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore, RouterOutputs
 from replica.errors import EngineError
-from replica.messages import HEARTBEAT_S, Abort, DownMessage, Draining, RouterId, StepOutput, Submit
+from replica.messages import (
+    HEARTBEAT_S,
+    Abort,
+    DownMessage,
+    Draining,
+    ResetDone,
+    ResetPrefixCache,
+    RouterId,
+    StepOutput,
+    Submit,
+)
 from replica.report_schedule import LOAD_INTERVAL_S, ReportSchedule
 from replica.router_link import RouterLink
 from replica.runner_process import RunnerProcess
@@ -58,6 +68,7 @@ class Engine:
         self._load_timer: asyncio.TimerHandle | None = None
         self._step_started_at: float | None = None
         self._failure: BaseException | None = None
+        self._compilations: set[asyncio.Task[None]] = set()
         self._num_failed_steps = 0
 
     async def start(self) -> None:
@@ -99,9 +110,14 @@ class Engine:
                 link.send(reply)
                 if reply.refusal is not None:
                     self._reports.refused(link.router_id)
+                for grammar in self.core.take_wanted_grammars():
+                    self._compile(grammar)
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(link.router_id, request_id, now, indices)
                 self._schedule_load()
+            case ResetPrefixCache(reset_id=reset_id):
+                self.core.reset_prefix_cache()
+                link.send(ResetDone(reset_id))
         self._kick()
 
     def check_health(self) -> None:
@@ -130,14 +146,30 @@ class Engine:
 
     async def close(self) -> None:
         """Stop stepping and free the device, whatever is running."""
-        for task in self._tasks:
+        tasks = [*self._tasks, *self._compilations]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._load_timer is not None:
             self._load_timer.cancel()
         for link in list(self._links.values()):
             link.close()
         await self._runner.close()
+
+    def _compile(self, grammar: str) -> None:
+        task = asyncio.create_task(self._compile_and_tell(grammar), name="shoal-grammar")
+        self._compilations.add(task)
+        task.add_done_callback(self._compilations.discard)
+
+    async def _compile_and_tell(self, grammar: str) -> None:
+        """Steps go on meanwhile."""
+        error = None
+        try:
+            await self._runner.prepare_grammar(grammar)
+        except Exception as failure:
+            error = str(failure) or "the grammar cannot be compiled"
+        self._publish(self.core.grammar_compiled(grammar, error, self._clock()))
+        self._kick()
 
     def _announce_draining(self, drain_s: float) -> None:
         for link in self._links.values():

@@ -22,14 +22,17 @@ from replica.messages import (
     RouterId,
     SequenceInput,
     SequenceOutput,
+    Stages,
     SubmitReply,
 )
 from replica.scheduler import Progress, Scheduler
-from replica.sequence import Sequence
+from replica.sequence import Sequence, Status
 from replica.step import RunnerInfo, StepPlan, StepResult
 
 #: the drain rate is a mean over this many seconds
 _RATE_WINDOW_S = 5.0
+#: grammars that the runner is known to have compiled; it keeps at least as many (`replica/grammar.py`)
+MAX_KNOWN_GRAMMARS = 64
 
 RouterOutputs = dict[RouterId, list[SequenceOutput]]
 
@@ -50,6 +53,11 @@ class EngineCore:
         self._departures: deque[tuple[float, int]] = deque()
         self._num_refused = 0
         self._max_queued_seen = 0
+        self._num_resets = 0
+        #: grammar -> sequences that wait for it; compiled ones are in `_compiled`, least recently used first
+        self._waiting_for: dict[str, list[Sequence]] = {}
+        self._compiled: dict[str, None] = {}
+        self._wanted_grammars: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -57,7 +65,8 @@ class EngineCore:
 
     @property
     def num_unfinished(self) -> int:
-        return len(self.scheduler.running) + len(self.scheduler.returning) + len(self.scheduler.queued)
+        scheduler = self.scheduler
+        return len(scheduler.running) + len(scheduler.returning) + len(scheduler.queued) + len(scheduler.blocked)
 
     def submit(self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float) -> SubmitReply:
         """Take or refuse a whole request. A refusal changes nothing and says why."""
@@ -83,11 +92,33 @@ class EngineCore:
         for key in [key for key in self._requests if key[0] == router_id]:
             self.abort(*key, now)
 
+    def take_wanted_grammars(self) -> list[str]:
+        """Grammars that accepted sequences wait for, each once: have them compiled, then call `grammar_compiled`."""
+        wanted, self._wanted_grammars = self._wanted_grammars, []
+        return wanted
+
+    def grammar_compiled(self, grammar: str, error: str | None, now: float) -> RouterOutputs:
+        """What waited for `grammar` may run, or ends as invalid with the compiler's sentence."""
+        waiting = [s for s in self._waiting_for.pop(grammar, []) if s.status is not Status.FINISHED]
+        if error is not None:
+            return self._outputs([self.scheduler.invalidate(sequence, error, now) for sequence in waiting])
+        self._compiled[grammar] = None
+        if len(self._compiled) > MAX_KNOWN_GRAMMARS:
+            del self._compiled[next(iter(self._compiled))]
+        for sequence in waiting:
+            self.scheduler.unblock(sequence)
+        return {}
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix; what runs is not disturbed."""
+        self.blocks.clear_cache()
+        self._num_resets += 1
+
     def schedule(self, now: float) -> StepPlan | None:
         """The next step for the runner, or None."""
-        num_queued = len(self.scheduler.queued)
+        num_queued = self.scheduler.num_queued
         plan = self.scheduler.schedule(now)
-        left = num_queued - len(self.scheduler.queued)
+        left = num_queued - self.scheduler.num_queued
         if left:
             self._departures.append((now, left))
         return plan
@@ -115,11 +146,11 @@ class EngineCore:
     def load(self, now: float) -> ReplicaLoad:
         """A snapshot for routers. Linear in the number of unfinished sequences."""
         scheduler, blocks = self.scheduler, self.blocks.stats()
-        waiting = [*scheduler.queued, *scheduler.returning]
+        waiting = [*scheduler.queued, *scheduler.returning, *scheduler.blocked.values()]
         counters = scheduler.counters
         return ReplicaLoad(
-            num_queued=len(scheduler.queued),
-            num_returning=len(scheduler.returning),
+            num_queued=scheduler.num_queued,
+            num_returning=len(waiting) - scheduler.num_queued,
             num_running=len(scheduler.running),
             num_queued_prompt_tokens=sum(s.num_prompt_tokens for s in waiting),
             num_uncomputed_tokens=sum(s.num_tokens for s in waiting)
@@ -132,6 +163,8 @@ class EngineCore:
             drain_rate=self._drain_rate(now),
             counters={
                 "prompt_tokens": counters.prompt_tokens,
+                "cached_prompt_tokens": counters.cached_prompt_tokens,
+                "scheduled_tokens": counters.scheduled_tokens,
                 "generation_tokens": counters.generation_tokens,
                 "preemptions": counters.preemptions,
                 "recomputed_tokens": counters.recomputed_tokens,
@@ -140,16 +173,21 @@ class EngineCore:
                 "evictions": blocks.num_evictions,
                 "admitted": counters.admitted,
                 "refused": self._num_refused,
+                "prefix_cache_resets": self._num_resets,
+                "waiting_for_grammar": len(scheduler.blocked),
                 "max_queued": self._max_queued_seen,
                 "queue_time_s": counters.queue_time_s,
                 **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
             },
+            step_token_counts=counters.step_token_counts.copy(),
         )
 
     def validate(self) -> None:
         """Check all invariants. Raises AssertionError."""
         self.scheduler.validate()
-        assert len(self.scheduler.queued) <= self._cap, f"{len(self.scheduler.queued)} queued, cap {self._cap}"
+        assert self.scheduler.num_queued <= self._cap, f"{self.scheduler.num_queued} queued, cap {self._cap}"
+        blocked = {s.seq_id for sequences in self._waiting_for.values() for s in sequences}
+        assert blocked >= set(self.scheduler.blocked), "a blocked sequence waits for nothing"
         known = {s.seq_id for sequences in self._requests.values() for s in sequences}
         wanted = {s.seq_id for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT}
         assert known == wanted, "request map and scheduler disagree"
@@ -160,21 +198,23 @@ class EngineCore:
         if (router_id, request.request_id) in self._requests:
             return RefusalReason.DUPLICATE, f"request id {request.request_id!r} is already in use"
         if not request.sequences:
-            return RefusalReason.NEVER_FITS, "the request has no sequences"
+            return RefusalReason.INVALID, "the request has no sequences"
         try:
             for sequence in request.sequences:
                 self._check_sequence(sequence)
-        except InvalidRequestError as error:
+        except NeverFitsError as error:
             return RefusalReason.NEVER_FITS, error.message
+        except InvalidRequestError as error:
+            return RefusalReason.INVALID, error.message
         wanted = len(request.sequences)
         if request.is_returning:
             return None, ""
         if wanted > self._cap:
             return (
-                RefusalReason.NEVER_FITS,
+                RefusalReason.TOO_MANY_SEQUENCES,
                 f"{wanted} sequences in one request, but the queue of a replica holds at most {self._cap}",
             )
-        num_queued = len(self.scheduler.queued)
+        num_queued = self.scheduler.num_queued
         if num_queued + wanted > self._cap:
             return (
                 RefusalReason.QUEUE_FULL,
@@ -222,9 +262,23 @@ class EngineCore:
             )
             self._next_seq_id += 1
             sequences.append(sequence)
-            self.scheduler.add(sequence)
+            self.scheduler.add(sequence, is_blocked=self._must_wait_for_grammar(sequence))
         self._requests[(router_id, request.request_id)] = sequences
-        self._max_queued_seen = max(self._max_queued_seen, len(self.scheduler.queued))
+        self._max_queued_seen = max(self._max_queued_seen, self.scheduler.num_queued)
+
+    def _must_wait_for_grammar(self, sequence: Sequence) -> bool:
+        grammar = sequence.sampling.grammar
+        if not grammar:
+            return False
+        if grammar in self._compiled:
+            del self._compiled[grammar]
+            self._compiled[grammar] = None  # the most recently used now
+            return False
+        if grammar not in self._waiting_for:
+            self._waiting_for[grammar] = []
+            self._wanted_grammars.append(grammar)
+        self._waiting_for[grammar].append(sequence)
+        return True
 
     def _outputs(self, progress: list[Progress]) -> RouterOutputs:
         outputs: RouterOutputs = {}
@@ -241,6 +295,11 @@ class EngineCore:
                 item.finish_reason,
                 sequence.stop_reason,
                 sequence.num_cached_tokens,
+                item.logprobs,
+                sequence.take_prompt_logprobs() if item.new_token_ids else [],
+                # with the first token too: of a sequence that a stop string ends, the router hears no end
+                _stages(sequence) if item.finish_reason is not None or sequence.num_output_tokens == 1 else None,
+                item.message,
             )
             outputs.setdefault(sequence.router_id, []).append(output)
         return outputs
@@ -256,3 +315,13 @@ class EngineCore:
         while self._departures and self._departures[0][0] < now - _RATE_WINDOW_S:
             self._departures.popleft()
         return sum(count for _, count in self._departures) / _RATE_WINDOW_S
+
+
+def _stages(sequence: Sequence) -> Stages:
+    first, token, end = sequence.first_scheduled_at, sequence.first_token_at, sequence.finished_at
+    return Stages(
+        queued_s=None if first is None else first - sequence.submitted_at,
+        prefill_s=None if first is None or token is None else token - first,
+        decode_s=None if token is None or end is None else end - token,
+        num_preemptions=sequence.num_preemptions,
+    )

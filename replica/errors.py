@@ -3,11 +3,13 @@
     ShoalError
     ├── InvalidRequestError          the request can never be served as it is        (param, message)
     │   ├── NeverFitsError           longer than the context or the KV pool          (numbers inside)
+    │   ├── TooManySequencesError    more in one request than a whole queue holds    (numbers inside)
     │   └── UnknownModelError
     ├── RefusedError                 not now: reason, retry_after_s
     │   ├── QueueFullError
-    │   └── NoReplicaError
-    ├── DeadlineExceededError        the request's own deadline passed
+    │   ├── NoReplicaError
+    │   └── RouterBusyError          the router holds as many bytes of long bodies as it may
+    ├── DeadlineExceededError        the request's own deadline, or that of a question to replicas, passed
     ├── ReplicaLostError             the replica died and the request could not be continued elsewhere
     ├── EngineError                  the model runner raised; the sequences of that step are gone
     ├── ModelLoadError               a model folder or file cannot be used (sentence inside)
@@ -41,6 +43,10 @@ class NeverFitsError(InvalidRequestError):
     """Longer than the model's context or than the whole KV pool: waiting would not help."""
 
 
+class TooManySequencesError(InvalidRequestError):
+    """More sequences in one request than the queue of a replica ever holds: waiting would not help."""
+
+
 class UnknownModelError(InvalidRequestError):
     """No model of this name is served here."""
 
@@ -71,8 +77,12 @@ class NoReplicaError(RefusedError):
     reason = RefusalReason.NO_REPLICA
 
 
+class RouterBusyError(RefusedError):
+    """The router reads and tokenizes as many long bodies as it has memory for."""
+
+
 class DeadlineExceededError(ShoalError):
-    """The request's own deadline passed before it was served."""
+    """A deadline passed: the request's own before it was served, or the one of a question to replicas."""
 
 
 class ReplicaLostError(ShoalError):

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import msgspec
 
-from replica.step import RunnerInfo, StepPlan, StepResult
+from replica.errors import InvalidRequestError
+from replica.messages import SamplingParams, TokenLogprobs
+from replica.step import NewSequence, RunnerInfo, StepPlan, StepResult
 
 _MASK = (1 << 61) - 1
 _MULTIPLIER = 0x5851F42D4C957F2D
@@ -80,13 +82,23 @@ def _avoid(token_id: int, banned: frozenset[int], vocab_size: int) -> int:
 class _Known:
     """The runner's copy of one sequence."""
 
-    __slots__ = ("block_ids", "min_total", "seed", "token_ids")
+    __slots__ = ("allowed", "block_ids", "min_total", "num_prompt_tokens", "sampling", "seed", "token_ids")
 
-    def __init__(self, token_ids: list[int], block_ids: list[int], seed: int, min_total: int) -> None:
-        self.token_ids = token_ids
-        self.block_ids = block_ids
-        self.seed = seed
-        self.min_total = min_total
+    def __init__(self, new: NewSequence) -> None:
+        self.token_ids = list(new.token_ids)
+        self.block_ids = list(new.block_ids)
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.sampling: SamplingParams = new.sampling
+        # greedy ignores the seed; ignore_eos and min_tokens keep eos out, as masking does in a real sampler
+        self.seed = new.sampling.seed if new.sampling.temperature > 0 else 0
+        self.min_total = 1 << 60 if new.sampling.ignore_eos else new.num_prompt_tokens + new.sampling.min_tokens
+        self.allowed = sorted(new.sampling.allowed_token_ids)
+
+    def banned_words(self) -> frozenset[int]:
+        """Last tokens of bad words whose other tokens the output ends in."""
+        output = self.token_ids[self.num_prompt_tokens :]
+        words = self.sampling.bad_words
+        return frozenset(word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1])
 
 
 class FakeModelRunner:
@@ -133,16 +145,43 @@ class FakeModelRunner:
         """
         self._apply_news(plan)
         seq_ids, token_ids = [], []
+        logprobs: dict[int, TokenLogprobs] = {}
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         for seq_id, start, count in zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, strict=True):
             known = self._known[seq_id]
             state = self._write(known, start, count)
             if start + count == len(known.token_ids):
-                banned = self._eos if len(known.token_ids) < known.min_total else frozenset()
-                token_id = _avoid(next_token(state, known.seed, self._info.vocab_size), banned, self._info.vocab_size)
+                token_id = self._choose(known, state)
                 known.token_ids.append(token_id)
                 seq_ids.append(seq_id)
                 token_ids.append(token_id)
-        return StepResult(step=plan.step, seq_ids=seq_ids, token_ids=token_ids, duration_s=self.cost.step_s(plan))
+                if known.sampling.num_logprobs is not None:
+                    logprobs[seq_id] = self._logprobs(token_id, known.sampling.num_logprobs)
+            num_top = known.sampling.num_prompt_logprobs
+            if num_top is not None:
+                told = known.token_ids[start + 1 : min(start + count, known.num_prompt_tokens - 1) + 1]
+                prompt_logprobs[seq_id] = [self._logprobs(token_id, num_top) for token_id in told]
+        duration_s = self.cost.step_s(plan)
+        return StepResult(plan.step, seq_ids, token_ids, duration_s, logprobs, prompt_logprobs)
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """There are no logits that a grammar could mask. Raises InvalidRequestError."""
+        raise InvalidRequestError("structured output needs a real model; this replica runs the fake runner")
+
+    def _choose(self, known: _Known, state: int) -> int:
+        """The hash's token, moved on past what is forbidden. Bias and penalties change nothing: there are no logits."""
+        token_id = next_token(state, known.seed, self._info.vocab_size)
+        if known.allowed:
+            token_id = known.allowed[token_id % len(known.allowed)]
+        banned = self._eos if len(known.token_ids) < known.min_total else frozenset()
+        if known.sampling.bad_words:
+            banned |= known.banned_words()
+        return _avoid(token_id, banned, self._info.vocab_size)
+
+    def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
+        """A fixed shape: the token is the likeliest, its neighbours in the vocabulary follow."""
+        top = [(token_id + i) % self._info.vocab_size for i in range(num_top)]
+        return TokenLogprobs(-0.5, 1, top, [-0.5 * (i + 1) for i in range(num_top)])
 
     def close(self) -> None:
         self._known.clear()
@@ -151,11 +190,7 @@ class FakeModelRunner:
         for seq_id in plan.dropped:
             self._known.pop(seq_id, None)  # a step that failed may have come before the runner ever saw it
         for new in plan.new:
-            sampling = new.sampling
-            # greedy ignores the seed; ignore_eos and min_tokens keep eos out, as masking does in a real sampler
-            min_total = 1 << 60 if sampling.ignore_eos else new.num_prompt_tokens + sampling.min_tokens
-            seed = sampling.seed if sampling.temperature > 0 else 0
-            self._known[new.seq_id] = _Known(list(new.token_ids), list(new.block_ids), seed, min_total)
+            self._known[new.seq_id] = _Known(new)
         for seq_id, block_ids in plan.new_block_ids.items():
             self._known[seq_id].block_ids += block_ids
 

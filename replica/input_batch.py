@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from replica.errors import EngineError
+from replica.errors import EngineError, InvalidRequestError
+from replica.grammar import GrammarCompiler, GrammarError
 from replica.sampler import uniform
+from replica.sampling_rules import SequenceRules, has_rules
 from replica.step import NewSequence, StepPlan
 
 Ints = NDArray[np.int32]
@@ -27,14 +29,30 @@ class InputBatch:
     seq_start: Ints  # [num_seqs + 1] first token row of each sequence
     seq_slot: Ints  # [num_seqs] row in block_tables
     block_tables: Ints  # [all slots, blocks]
-    sampled: NDArray[np.intp]  # [num_samples] which sequences of the plan sample
-    sample_rows: Ints  # [num_samples] their last token rows
-    temperature: NDArray[np.float32]  # [num_samples], 0 is greedy
-    top_k: Ints  # [num_samples], 0 is off
-    top_p: NDArray[np.float32]  # [num_samples]
-    uniform: NDArray[np.float64]  # [num_samples]
-    masked_row: Ints  # [num_masked] sample index ...
-    masked_token: Ints  # [num_masked] ... and token that it must not choose
+    sampled: NDArray[np.intp]  # [num_chosen] which sequences of the plan sample
+    sample_rows: Ints  # [num_samples >= num_chosen] token rows whose logits are wanted; those that sample come first
+    temperature: NDArray[np.float32]  # [num_chosen], 0 is greedy
+    top_k: Ints  # [num_chosen], 0 is off
+    top_p: NDArray[np.float32]  # [num_chosen]
+    min_p: NDArray[np.float32]  # [num_chosen], 0 is off
+    uniform: NDArray[np.float64]  # [num_chosen]
+    #: sample index, rules, output so far: of the sequences whose logits are changed or told about before the choice
+    ruled: tuple[tuple[int, SequenceRules, Ints], ...] = ()
+    prompt_rows: tuple[PromptRows, ...] = ()
+
+    @property
+    def num_chosen(self) -> int:
+        return len(self.sampled)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Logits rows [first, first + len(next_ids)) of a sequence that wants logprobs of its prompt."""
+
+    seq_id: int
+    first: int
+    next_ids: Ints
+    num_top: int
 
 
 class SequenceStore:
@@ -44,16 +62,25 @@ class SequenceStore:
     """
 
     def __init__(
-        self, block_size: int, num_blocks: int, max_model_len: int, vocab_size: int, eos: tuple[int, ...]
+        self,
+        block_size: int,
+        num_blocks: int,
+        max_model_len: int,
+        vocab_size: int,
+        eos: tuple[int, ...],
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_len = max_model_len
         self._vocab_size = vocab_size
         self._eos = eos
+        self._grammars = grammars
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
-        self._min_tokens: dict[int, tuple[int, list[int]]] = {}  # slot -> (min_tokens, tokens held back)
+        self._rules: dict[int, SequenceRules] = {}  # by slot
+        #: seq_id -> why its rules do not work; it stays known until the plan drops it
+        self.failed: dict[int, str] = {}
         self._tokens = np.zeros((0, 256), np.int32)
         self._blocks = np.zeros((0, 256 // block_size + 1), np.int32)
         self._num_tokens = np.zeros(0, np.int64)
@@ -61,6 +88,7 @@ class SequenceStore:
         self._num_prompt = np.zeros(0, np.int64)
         self._temperature = np.zeros(0, np.float32)
         self._top_p = np.zeros(0, np.float32)
+        self._min_p = np.zeros(0, np.float32)
         self._top_k = np.zeros(0, np.int32)
         self._seed = np.zeros(0, np.uint64)
 
@@ -73,7 +101,8 @@ class SequenceStore:
             slot = self._slots.pop(seq_id, None)
             if slot is not None:
                 self._free.append(slot)
-                self._min_tokens.pop(slot, None)
+                self._rules.pop(slot, None)
+                self.failed.pop(seq_id, None)
         for new in plan.new:
             self._add(new)
         for seq_id, block_ids in plan.new_block_ids.items():
@@ -106,11 +135,20 @@ class SequenceStore:
         sampling = new.sampling
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
+        self._min_p[slot] = sampling.min_p
         self._top_k[slot] = sampling.top_k
         self._seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
-        if sampling.min_tokens > 0:
-            held_back = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
-            self._min_tokens[slot] = (sampling.min_tokens, sorted(t for t in held_back if 0 <= t < self._vocab_size))
+        if has_rules(sampling):
+            self._add_rules(slot, new)
+
+    def _add_rules(self, slot: int, new: NewSequence) -> None:
+        prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
+        try:
+            rules = SequenceRules(new.sampling, prompt, output, self._vocab_size, self._eos, self._grammars)
+        except (InvalidRequestError, GrammarError) as error:
+            self.failed[new.seq_id] = str(error)
+        else:
+            self._rules[slot] = rules
 
     def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
         start = int(self._num_blocks_of[slot])
@@ -128,7 +166,7 @@ class SequenceStore:
         size = max(16, 2 * old)
         for name in ("_tokens", "_blocks", "_num_tokens", "_num_blocks_of", "_num_prompt"):
             self._lengthen(name, size)
-        for name in ("_temperature", "_top_p", "_top_k", "_seed"):
+        for name in ("_temperature", "_top_p", "_min_p", "_top_k", "_seed"):
             self._lengthen(name, size)
         self._free.extend(range(size - 1, old - 1, -1))
 
@@ -161,8 +199,13 @@ class SequenceStore:
         sampled = np.flatnonzero(end == known)
         who = slots[sampled]
         output_positions = known[sampled] - self._num_prompt[who]
-        masked_row, masked_token = self._masks(who, output_positions)
         temperature = self._temperature[who]
+        sample_rows = seq_start[1:][sampled] - np.int32(1)
+        prompt_rows = self._prompt_rows(plan, slots, len(sampled)) if self._rules else ()
+        if prompt_rows:
+            sample_rows = np.concatenate(
+                [sample_rows, *(seq_start[i] + np.arange(n, dtype=np.int32) for i, n, _ in prompt_rows)]
+            )
         return InputBatch(
             token_ids=self._tokens[slot_of, positions],
             positions=positions.astype(np.int32),
@@ -171,13 +214,14 @@ class SequenceStore:
             seq_slot=slots.astype(np.int32),
             block_tables=self._blocks,
             sampled=sampled,
-            sample_rows=seq_start[1:][sampled] - np.int32(1),
+            sample_rows=sample_rows,
             temperature=temperature,
             top_k=self._top_k[who],
             top_p=self._top_p[who],
+            min_p=self._min_p[who],
             uniform=uniform(self._seed[who], output_positions) if temperature.any() else np.zeros(len(who)),
-            masked_row=masked_row,
-            masked_token=masked_token,
+            ruled=self._ruled(who) if self._rules else (),
+            prompt_rows=tuple(rows for _, _, rows in prompt_rows),
         )
 
     def _check(
@@ -197,16 +241,30 @@ class SequenceStore:
                 f"with {known[i]} tokens known, block room for {room[i]} and max_model_len {self._max_len}"
             )
 
-    def _masks(self, who: NDArray[np.int64], output_positions: NDArray[np.int64]) -> tuple[Ints, Ints]:
-        rows: list[int] = []
-        tokens: list[int] = []
-        if self._min_tokens:
-            for row, slot in enumerate(who.tolist()):
-                entry = self._min_tokens.get(slot)
-                if entry is not None and output_positions[row] < entry[0]:
-                    rows += [row] * len(entry[1])
-                    tokens += entry[1]
-        return np.asarray(rows, np.int32), np.asarray(tokens, np.int32)
+    def _ruled(self, who: NDArray[np.int64]) -> tuple[tuple[int, SequenceRules, Ints], ...]:
+        ruled = []
+        for index, slot in enumerate(who.tolist()):
+            rules = self._rules.get(slot)
+            if rules is not None and rules.is_active(int(self._num_tokens[slot] - self._num_prompt[slot])):
+                ruled.append((index, rules, self._tokens[slot, self._num_prompt[slot] : self._num_tokens[slot]]))
+        return tuple(ruled)
+
+    def _prompt_rows(self, plan: StepPlan, slots: NDArray[np.int64], first: int) -> list[tuple[int, int, PromptRows]]:
+        """(index in the plan, number of rows, rows) of the sequences that want logprobs of prompt tokens which follow
+        the tokens of this step.
+        """
+        found = []
+        for i, (seq_id, slot) in enumerate(zip(plan.seq_ids, slots.tolist(), strict=True)):
+            rules = self._rules.get(slot)
+            if rules is None or rules.num_prompt_logprobs is None:
+                continue
+            start = plan.num_computed[i]
+            end = min(start + plan.num_scheduled[i], int(self._num_prompt[slot]) - 1)
+            if end > start:
+                next_ids = self._tokens[slot, start + 1 : end + 1]
+                found.append((i, end - start, PromptRows(seq_id, first, next_ids, rules.num_prompt_logprobs)))
+                first += end - start
+        return found
 
     def append(self, batch: InputBatch, tokens: NDArray[np.int32]) -> None:
         """Add the sampled tokens to their sequences."""

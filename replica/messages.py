@@ -28,8 +28,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 #: every router hears from a replica at least this often, so that silence means something
 HEARTBEAT_S = 1.0
 
-#: how much work llguidance may spend on one grammar: the same at the router, which checks it, and in the runner. Work and
-#: not seconds, so that a grammar is accepted everywhere or nowhere. `step_*` bound one token's mask (about 50 ms).
+#: how much work llguidance may spend on one grammar: the same at the router, which checks it, and in the runner. Work
+#: and not seconds, so that a grammar is accepted everywhere or nowhere. `step_*` bound one token's mask.
 GRAMMAR_LIMITS: dict[str, int] = {
     "max_grammar_size": 200_000,
     "initial_lexer_fuel": 1_000_000,
@@ -38,6 +38,8 @@ GRAMMAR_LIMITS: dict[str, int] = {
     "max_items_in_row": 2_000,
     "max_lexer_states": 50_000,
 }
+#: upper bounds of the buckets of `ReplicaLoad.step_token_counts`, in tokens of a step; vLLM's
+STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: longest grammar in bytes
 MAX_GRAMMAR_BYTES = 256 << 10
 
@@ -69,8 +71,12 @@ class RefusalReason(enum.StrEnum):
     QUEUE_FULL = "queue_full"
     NO_REPLICA = "no_replica"
     DRAINING = "draining"
-    #: longer than the context or the pool, or more sequences than the whole queue holds, or ids that do not exist
+    #: longer than the context or the pool
     NEVER_FITS = "never_fits"
+    #: more sequences in one request than the whole queue holds
+    TOO_MANY_SEQUENCES = "too_many_sequences"
+    #: no tokens, or ids that do not exist: a router checks that first
+    INVALID = "invalid"
     #: an earlier attempt of the same request is still here
     DUPLICATE = "duplicate"
 
@@ -170,6 +176,8 @@ class ReplicaLoad(_Message, frozen=True):
     #: mean queued sequences that left the queue per second, over the last seconds; 0 when unknown
     drain_rate: float = 0.0
     counters: dict[str, float] = {}
+    #: steps by their number of tokens: one count a bound of `STEP_TOKEN_BOUNDS`, the last for longer ones; only grow
+    step_token_counts: list[int] = []
 
 
 class TokenLogprobs(_Message, frozen=True):
@@ -186,8 +194,8 @@ class TokenLogprobs(_Message, frozen=True):
 
 
 class Stages(_Message, frozen=True):
-    """Where the time of an ended sequence went on its last replica, in seconds: submitted, first scheduled, first token,
-    last token are the instants between which they lie. None: it did not get so far.
+    """Where the time of an ended sequence went on its last replica, in seconds, between the instants: submitted, first
+    scheduled, first token, last token. None: it did not get so far.
     """
 
     queued_s: float | None = None
@@ -211,7 +219,7 @@ class SequenceOutput(_Message, frozen=True):
     logprobs: list[TokenLogprobs] = []
     #: with the first output of a sequence that asked for them: prompt positions 1, 2, ... (the first token has none)
     prompt_logprobs: list[TokenLogprobs] = []
-    #: with the finish reason
+    #: with the first token, and with the finish reason
     stages: Stages | None = None
     #: with `INVALID`: a sentence for the client
     message: str = ""
@@ -240,7 +248,7 @@ class Abort(msgspec.Struct, frozen=True, tag="abort", gc=False):
 
 
 class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset", gc=False):
-    """Router to replica: forget every cached prefix. Running sequences keep their blocks, which nobody finds any more."""
+    """Router to replica: forget every cached prefix. Running sequences keep their blocks, but nobody finds them."""
 
     reset_id: str
 

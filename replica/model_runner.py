@@ -7,15 +7,19 @@ import json
 import time
 from pathlib import Path
 
+import msgspec
 import torch
 
 from replica.config import EngineConfig, resolve
 from replica.errors import ConfigError, EngineError, ModelLoadError
+from replica.grammar import GrammarCompiler, GrammarError
 from replica.hardware import detect_hardware
-from replica.input_batch import SequenceStore
+from replica.input_batch import InputBatch, SequenceStore
+from replica.messages import TokenLogprobs
 from replica.models import kv_pool
 from replica.models.decoder import Decoder, DecoderConfig, read_config
 from replica.native.builder import NativeUnavailableError
+from replica.sampling_rules import prompt_logprobs
 from replica.step import RunnerInfo, StepPlan, StepResult
 from replica.weights import WeightReader
 
@@ -42,7 +46,15 @@ class TorchModelRunner:
         with torch.inference_mode():
             self._decoder, note = self._load(reader, max_len, threads, kv_layer_major)
         eos = _eos_token_ids(folder)
-        self._store_arguments = (self._block_size, self._num_blocks, max_len, self._model.vocab_size, eos)
+        self._grammars = GrammarCompiler(folder / "tokenizer.json", self._model.vocab_size, eos)
+        self._store_arguments = (
+            self._block_size,
+            self._num_blocks,
+            max_len,
+            self._model.vocab_size,
+            eos,
+            self._grammars,
+        )
         self._store = SequenceStore(*self._store_arguments)
         #: when True, `last_logits` gets a copy of the logits of every sequence that samples (for tests)
         self.capture_logits = False
@@ -113,12 +125,63 @@ class TorchModelRunner:
         if not plan.seq_ids:
             return StepResult(plan.step, [], [], time.perf_counter() - started)
         batch = self._store.assemble(plan)
-        tokens, logits = self._decoder.forward(batch)
-        self._store.append(batch, tokens)
         seq_ids = [plan.seq_ids[i] for i in batch.sampled]
+        if batch.ruled or batch.prompt_rows or self._store.failed:
+            result = self._choose_by_rules(plan, batch, seq_ids)
+        else:
+            tokens, logits = self._decoder.forward(batch)
+            self._capture(seq_ids, logits)
+            self._store.append(batch, tokens)
+            result = StepResult(plan.step, seq_ids, tokens.tolist())
+        return msgspec.structs.replace(result, duration_s=time.perf_counter() - started)
+
+    def _choose_by_rules(self, plan: StepPlan, batch: InputBatch, seq_ids: list[int]) -> StepResult:
+        """The step in three: logits, what rules make of them, the choice. A rule that cannot be kept ends its own
+        sequence only.
+        """
+        _, logits = self._decoder.forward(batch)
+        rows = logits.numpy()
+        failed = {seq_id: why for seq_id, why in self._store.failed.items() if seq_id in plan.seq_ids}
+        told = {
+            part.seq_id: prompt_logprobs(
+                rows[part.first : part.first + len(part.next_ids)], part.next_ids, part.num_top
+            )
+            for part in batch.prompt_rows
+        }
+        for index, rules, output in batch.ruled:
+            try:
+                rules.apply(rows[index], output)
+            except GrammarError as error:
+                failed[seq_ids[index]] = str(error)
+        tokens = self._decoder.choose(batch)
+        self._capture(seq_ids, logits)
+        logprobs: dict[int, TokenLogprobs] = {}
+        for index, rules, _ in batch.ruled:
+            if seq_ids[index] in failed:
+                continue
+            try:
+                if (entry := rules.chosen(int(tokens[index]))) is not None:
+                    logprobs[seq_ids[index]] = entry
+            except GrammarError as error:
+                failed[seq_ids[index]] = str(error)
+        self._store.append(batch, tokens)
+        kept = [(seq_id, token) for seq_id, token in zip(seq_ids, tokens.tolist(), strict=True) if seq_id not in failed]
+        return StepResult(
+            plan.step,
+            [i for i, _ in kept],
+            [t for _, t in kept],
+            logprobs=logprobs,
+            prompt_logprobs=told,
+            failed=failed,
+        )
+
+    def _capture(self, seq_ids: list[int], logits: torch.Tensor) -> None:
         if self.capture_logits:
-            self.last_logits.update({seq_id: row.clone() for seq_id, row in zip(seq_ids, logits, strict=True)})
-        return StepResult(plan.step, seq_ids, tokens.tolist(), time.perf_counter() - started)
+            self.last_logits.update({seq_id: logits[i].clone() for i, seq_id in enumerate(seq_ids)})
+
+    def prepare_grammar(self, grammar: str) -> None:
+        """See `replica.step.ModelRunner`."""
+        self._grammars.compile(grammar)
 
     def close(self) -> None:
         """Drop weights and KV pool. Idempotent."""

@@ -14,11 +14,12 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from replica.errors import EngineError
+from replica.errors import EngineError, InvalidRequestError
 from replica.runner_thread import name_thread
 from replica.step import ModelRunner, RunnerInfo, StepPlan, StepResult
 
 _plan_decoder = msgspec.msgpack.Decoder(StepPlan)
+_PLAN, _GRAMMAR = b"p", b"g"
 _result_decoder = msgspec.msgpack.Decoder(StepResult)
 
 
@@ -45,10 +46,19 @@ class RunnerProcess:
         # the future is in place before the answer can be: uvloop may call the reader before it starts a new task
         answer = self._expect()
         try:
-            self._pipe.send_bytes(msgspec.msgpack.encode(plan))
+            self._pipe.send_bytes(_PLAN + msgspec.msgpack.encode(plan))
         except OSError:
             self._lose()
         return asyncio.ensure_future(_decoded(answer))
+
+    async def prepare_grammar(self, grammar: str) -> None:
+        """In turn with the steps: the far side does one thing at a time. Raises EngineError with its sentence."""
+        answer = self._expect()
+        try:
+            self._pipe.send_bytes(_GRAMMAR + grammar.encode())
+        except OSError:
+            self._lose()
+        await answer
 
     async def close(self) -> None:
         """End the process. Idempotent."""
@@ -110,7 +120,13 @@ def _serve(factory: Callable[[], ModelRunner], pipe: Connection) -> None:
         if not data:
             break
         try:
-            pipe.send_bytes(b"=" + msgspec.msgpack.encode(runner.execute(_plan_decoder.decode(data))))
+            if data[:1] == _GRAMMAR:
+                runner.prepare_grammar(data[1:].decode())
+                pipe.send_bytes(b"=")
+            else:
+                pipe.send_bytes(b"=" + msgspec.msgpack.encode(runner.execute(_plan_decoder.decode(data[1:]))))
+        except InvalidRequestError as error:
+            pipe.send_bytes(b"!" + str(error).encode())
         except Exception as error:
             pipe.send_bytes(b"!" + repr(error).encode())
     runner.close()

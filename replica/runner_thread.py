@@ -44,6 +44,11 @@ class RunnerThread:
         runner = self._runner
         return self._call(lambda: runner.execute(plan))  # type: ignore[return-value]
 
+    async def prepare_grammar(self, grammar: str) -> None:
+        """On another thread, while steps go on. Raises InvalidRequestError."""
+        assert self._runner is not None, "start() first"
+        await self._loop.run_in_executor(None, self._runner.prepare_grammar, grammar)
+
     async def close(self) -> None:
         """Free the device and end the thread. Idempotent."""
         if self._thread.is_alive():
@@ -100,6 +105,9 @@ class PacedRunner:
     @property
     def info(self) -> RunnerInfo:
         return self._runner.info
+
+    def prepare_grammar(self, grammar: str) -> None:
+        self._runner.prepare_grammar(grammar)
 
     def execute(self, plan: StepPlan) -> StepResult:
         started = time.monotonic()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+#: what the kernels' exp() cannot tell from nothing: a token this much less likely than the likeliest is never chosen
+_LEAST_WEIGHT = 1e-37
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -31,8 +33,11 @@ def uniform(seeds: NDArray[np.uint64], output_positions: NDArray[np.int64]) -> N
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def sample_row(logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, u: float) -> int:
-    """Token id for one row [vocab]: argmax at temperature 0, else inverse CDF at `u` over what top-k, then top-p leave.
+def sample_row(
+    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, u: float, min_p: float = 0.0
+) -> int:
+    """Token id for one row [vocab]: argmax at temperature 0, else inverse CDF at `u` over what min-p, then top-k, then
+    top-p leave. min-p keeps tokens at least that share as likely as the likeliest.
 
     Unfiltered, the CDF runs in id order; filtered, from the likeliest down (equal ones: lower id first).
     """
@@ -40,6 +45,7 @@ def sample_row(logits: NDArray[np.float32], temperature: float, top_k: int, top_
         return int(np.argmax(logits))
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
     weights = np.exp(scaled)
+    weights[weights < max(min_p, _LEAST_WEIGHT)] = 0.0
     by_count = 0 < top_k < len(weights)
     if not by_count and top_p >= 1:
         return _invert(weights, u)
@@ -64,12 +70,13 @@ def sample(
     temperature: NDArray[np.float32],
     top_k: NDArray[np.int32],
     top_p: NDArray[np.float32],
+    min_p: NDArray[np.float32],
     uniforms: NDArray[np.float64],
 ) -> NDArray[np.int32]:
     """One token per row of `logits` [rows, vocab]; the other arrays are [rows]."""
     tokens: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
     for row in np.flatnonzero(temperature > 0):
         tokens[row] = sample_row(
-            logits[row], float(temperature[row]), int(top_k[row]), float(top_p[row]), uniforms[row]
+            logits[row], float(temperature[row]), int(top_k[row]), float(top_p[row]), uniforms[row], float(min_p[row])
         )
     return tokens

@@ -14,11 +14,13 @@ One step, in order (vLLM's v1 model with three deliberate changes, marked *):
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import msgspec
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
-from replica.messages import FinishReason
+from replica.messages import STEP_TOKEN_BOUNDS, FinishReason, TokenLogprobs
 from replica.sequence import Sequence, Status
 from replica.step import StepPlan, StepResult
 from replica.step_budget import StepBudget
@@ -30,7 +32,11 @@ class SchedulerCounters(msgspec.Struct):
 
     steps: int = 0
     scheduled_tokens: int = 0
+    #: by `STEP_TOKEN_BOUNDS`
+    step_token_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
     prompt_tokens: int = 0
+    #: of `prompt_tokens`, those found in the prefix cache
+    cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
@@ -46,6 +52,10 @@ class Progress(msgspec.Struct, frozen=True):
     sequence: Sequence
     new_token_ids: list[int]
     finish_reason: FinishReason | None
+    #: one entry a new token, where asked for
+    logprobs: list[TokenLogprobs] = []
+    #: with `INVALID`
+    message: str = ""
 
 
 class Scheduler:
@@ -62,6 +72,8 @@ class Scheduler:
         self._watermark_blocks = int(config.watermark * blocks.num_blocks)
         self.queued = WaitingQueue()
         self.returning = WaitingQueue()
+        #: seq_id -> a waiting sequence that may not run yet, because its grammar is being compiled
+        self.blocked: dict[int, Sequence] = {}
         self.running: list[Sequence] = []
         self._dropped: list[int] = []
         self._in_step: list[Sequence] = []
@@ -72,13 +84,26 @@ class Scheduler:
         return bool(self.running or self.returning or self.queued)
 
     @property
+    def num_queued(self) -> int:
+        """Accepted and never scheduled: what the cap bounds."""
+        return len(self.queued) + sum(s.status is Status.QUEUED for s in self.blocked.values())
+
+    @property
     def has_news_for_runner(self) -> bool:
         """True if the runner still holds sequences that are gone."""
         return bool(self._dropped)
 
-    def add(self, sequence: Sequence) -> None:
-        """Take a fresh (queued) or resumed (returning) sequence."""
-        (self.queued if sequence.status is Status.QUEUED else self.returning).push(sequence)
+    def add(self, sequence: Sequence, is_blocked: bool = False) -> None:
+        """Take a fresh (queued) or resumed (returning) sequence. A blocked one waits for `unblock` first."""
+        if is_blocked:
+            self.blocked[sequence.seq_id] = sequence
+        else:
+            self._queue_of(sequence).push(sequence)
+
+    def unblock(self, sequence: Sequence) -> None:
+        """It may run now; its place is the one its order key gives it."""
+        del self.blocked[sequence.seq_id]
+        self._queue_of(sequence).push(sequence)
 
     def abort(self, sequence: Sequence, reason: FinishReason, now: float) -> bool:
         """End `sequence`. True if it is over now; False if the runner works on it, so that its blocks are freed by
@@ -109,7 +134,9 @@ class Scheduler:
         self._dropped = []
         self._in_step = budget.sequences
         self.counters.steps += 1
-        self.counters.scheduled_tokens += plan.num_tokens
+        if plan.num_tokens:
+            self.counters.scheduled_tokens += plan.num_tokens
+            self.counters.step_token_counts[bisect_left(STEP_TOKEN_BOUNDS, plan.num_tokens)] += 1
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
@@ -132,11 +159,15 @@ class Scheduler:
                 self._finish(sequence, sequence.abort_reason, now)
                 progress.append(Progress(sequence, [], sequence.abort_reason))
                 continue
+            self._take_prompt_logprobs(sequence, result, num_tokens)
+            if message := result.failed.get(sequence.seq_id):
+                progress.append(self.invalidate(sequence, message, now))
+                continue
             token_id = sampled.get(sequence.seq_id)
             if token_id is None:
                 self._blocks.commit(sequence)
                 continue
-            progress.append(self._append(sequence, token_id, now))
+            progress.append(self._append(sequence, token_id, result.logprobs.get(sequence.seq_id), now))
         self._in_step = []
         return progress
 
@@ -155,7 +186,13 @@ class Scheduler:
 
     def living(self) -> list[Sequence]:
         """Every unfinished sequence, each exactly once."""
-        return [*self.running, *self.returning, *self.queued]
+        return [*self.running, *self.returning, *self.queued, *self.blocked.values()]
+
+    def invalidate(self, sequence: Sequence, message: str, now: float) -> Progress:
+        """End a sequence that cannot go on as it was asked for, here or elsewhere; `message` is for the client."""
+        self._blocks.commit(sequence)
+        self._finish(sequence, FinishReason.INVALID, now)
+        return Progress(sequence, [], FinishReason.INVALID, message=message)
 
     def validate(self) -> None:
         """Check queues against states. Raises AssertionError."""
@@ -163,14 +200,15 @@ class Scheduler:
         assert len({s.seq_id for s in everyone}) == len(everyone), "a sequence is in two queues"
         assert len(self.running) <= self._config.max_num_seqs, "more running than max_num_seqs"
         for queue, status in (
-            (self.running, Status.RUNNING),
-            (self.returning, Status.RETURNING),
-            (self.queued, Status.QUEUED),
+            (self.running, {Status.RUNNING}),
+            (self.returning, {Status.RETURNING}),
+            (self.queued, {Status.QUEUED}),
+            (list(self.blocked.values()), {Status.QUEUED, Status.RETURNING}),
         ):
             for sequence in queue:
-                assert sequence.status is status, f"{sequence} is in the wrong queue"
+                assert sequence.status in status, f"{sequence} is in the wrong queue"
                 assert sequence.num_computed_tokens <= sequence.num_tokens, f"{sequence} computed more than it knows"
-                assert bool(sequence.block_ids) == (status is Status.RUNNING), (
+                assert bool(sequence.block_ids) == (sequence.status is Status.RUNNING), (
                     f"{sequence} holds blocks in the wrong state"
                 )
         self._blocks.validate(everyone)
@@ -227,6 +265,7 @@ class Scheduler:
                 self.counters.admitted += 1
                 self.counters.queue_time_s += now - sequence.submitted_at
                 self.counters.prompt_tokens += sequence.num_prompt_tokens
+                self.counters.cached_prompt_tokens += sequence.num_cached_tokens
             if not self._config.enable_chunked_prefill:
                 budget.allow_whole(sequence.num_uncomputed_tokens)
             budget.spend(sequence, budget.chunk(sequence.num_uncomputed_tokens), [])
@@ -239,7 +278,14 @@ class Scheduler:
         hits = len(self._blocks.find_prefix(sequence)) * self._blocks.block_size
         return sequence.num_tokens - hits <= budget.tokens_left
 
-    def _append(self, sequence: Sequence, token_id: int, now: float) -> Progress:
+    def _take_prompt_logprobs(self, sequence: Sequence, result: StepResult, num_tokens: int) -> None:
+        """The first entry belongs to the position behind the step's first token; after a preemption some are known."""
+        given = result.prompt_logprobs.get(sequence.seq_id)
+        if given is not None and sequence.lacks_prompt_logprobs:
+            first = sequence.num_computed_tokens - num_tokens
+            sequence.prompt_logprobs += given[len(sequence.prompt_logprobs) - first :]
+
+    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float) -> Progress:
         sequence.token_ids.append(token_id)
         self._blocks.commit(sequence)
         self.counters.generation_tokens += 1
@@ -248,15 +294,15 @@ class Scheduler:
         reason = self._stop_check(sequence, token_id)
         if reason is not None:
             self._finish(sequence, reason, now)
-        return Progress(sequence, [token_id], reason)
+        return Progress(sequence, [token_id], reason, [] if logprobs is None else [logprobs])
 
     def _stop_check(self, sequence: Sequence, token_id: int) -> FinishReason | None:
         """Order as in vLLM: eos, stop token ids, length. `min_tokens` is kept by the sampler, which masks stop tokens
         until then.
         """
         sampling = sequence.sampling
-        if token_id in self._eos and not sampling.ignore_eos:
-            return FinishReason.STOP
+        if token_id in self._eos and (not sampling.ignore_eos or sampling.grammar):
+            return FinishReason.STOP  # behind a complete grammar there is nothing but eos, whatever was asked for
         if token_id in sampling.stop_token_ids:
             sequence.stop_reason = token_id
             return FinishReason.STOP
@@ -267,15 +313,18 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-        elif sequence.status is Status.RETURNING:
-            self.returning.remove(sequence)
+        elif sequence.seq_id in self.blocked:
+            del self.blocked[sequence.seq_id]
         else:
-            self.queued.remove(sequence)
+            self._queue_of(sequence).remove(sequence)
         self._release(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = now
         self.counters.finished[reason] += 1
+
+    def _queue_of(self, sequence: Sequence) -> WaitingQueue:
+        return self.queued if sequence.status is Status.QUEUED else self.returning
 
     def _release(self, sequence: Sequence) -> None:
         self._blocks.free(sequence)

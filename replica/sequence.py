@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import enum
 
+import msgspec
+
 from replica.block_hash import chain_hashes
-from replica.messages import FinishReason, OrderKey, RequestId, RouterId, SamplingParams
+from replica.messages import FinishReason, OrderKey, RequestId, RouterId, SamplingParams, TokenLogprobs
 
 
 class Status(enum.Enum):
@@ -45,6 +47,7 @@ class Sequence:
         "num_prompt_tokens",
         "num_tokens_at_preemption",
         "order_key",
+        "prompt_logprobs",
         "request_id",
         "root",
         "router_id",
@@ -89,6 +92,8 @@ class Sequence:
         #: known tokens when last preempted: up to here, computing again is rework
         self.num_tokens_at_preemption = 0
         self.num_preemptions = 0
+        #: of prompt positions 1, 2, ... as far as computed; until the first output takes them along
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         #: leading blocks whose hash is registered (or found) in the prefix cache
@@ -116,6 +121,18 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Logits of its prompt are still wanted, so the prompt must be computed: the cache keeps no logits."""
+        return self.sampling.num_prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs]:
+        """Give them out, once."""
+        taken, self.prompt_logprobs = self.prompt_logprobs, []
+        if self.sampling.num_prompt_logprobs is not None:
+            self.sampling = msgspec.structs.replace(self.sampling, num_prompt_logprobs=None)
+        return taken
 
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to the full blocks of `token_ids`; each block is hashed once in a sequence's life."""

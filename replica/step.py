@@ -89,8 +89,8 @@ class ModelRunner(Protocol):
     def info(self) -> RunnerInfo: ...
 
     def prepare_grammar(self, grammar: str) -> None:
-        """Compile `grammar`, so that a later sequence with it does not hold up a step. From any thread, at any time; may
-        take a while. Raises InvalidRequestError if it cannot be compiled here.
+        """Compile `grammar`, so that a later sequence with it does not hold up a step. From any thread, at any time;
+        may take a while. Raises InvalidRequestError if it cannot be compiled here.
         """
         ...
 

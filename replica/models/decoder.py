@@ -54,10 +54,15 @@ class Decoder(Protocol):
     kernels: str
 
     def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
-        """Compute one step: write K and V of its tokens, sample one token per row of `batch.sample_rows`.
+        """Compute one step: write K and V of its tokens, choose a token for each of the first `batch.num_chosen` rows
+        of `batch.sample_rows`; but for a batch with `ruled` sequences leave the choice to `choose`.
 
-        Returns (tokens [num_samples], float32 logits [num_samples, vocab_size]); the next call overwrites the logits.
+        Returns (tokens [num_chosen], float32 logits [num_samples, vocab_size]); the next call overwrites the logits.
         """
+        ...
+
+    def choose(self, batch: InputBatch) -> NDArray[np.int32]:
+        """Tokens [num_chosen] from the logits of the last `forward`, which the caller may have changed in place."""
         ...
 
 

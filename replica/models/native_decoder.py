@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,6 +104,8 @@ class NativeDecoder:
         self._model = self._describe(reader, pool, max_len, threads, layers)
         self._logits = torch.empty((0, 0))
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        #: the last step, and what its pointers point into
+        self._last: tuple[Step, dict[str, NDArray[Any]], NDArray[np.int32]] | None = None
 
     def _describe(
         self, reader: WeightReader, pool: torch.Tensor, max_len: int, threads: int, layers: ctypes.Array[Layer]
@@ -149,13 +152,14 @@ class NativeDecoder:
         """See `Decoder.forward`. One call into the kernels."""
         num_tokens, num_samples = len(batch.token_ids), len(batch.sample_rows)
         self._reserve(num_tokens, num_samples)
-        tokens = np.empty(num_samples, np.int32)
+        tokens = np.empty(batch.num_chosen, np.int32)
         arrays = {name: np.ascontiguousarray(getattr(batch, name)) for name in STEP_ARRAYS}
         step = Step(
             num_tokens=num_tokens,
             num_seqs=len(batch.seq_slot),
             num_samples=num_samples,
-            num_masked=len(batch.masked_row),
+            num_chosen=batch.num_chosen,
+            defers_choice=int(bool(batch.ruled)),
             logits_stride=self._logits.shape[1],
             table_stride=batch.block_tables.shape[1],
             logits=self._logits.data_ptr(),
@@ -164,7 +168,15 @@ class NativeDecoder:
             **{name: array.ctypes.data for name, array in arrays.items()},
         )
         self._library.forward(self._model, step)
+        self._last = (step, arrays, tokens)
         return tokens, self._logits[:num_samples, : self._vocab_size]
+
+    def choose(self, batch: InputBatch) -> NDArray[np.int32]:
+        """See `Decoder.choose`."""
+        assert self._last is not None, "forward() first"
+        step, _, tokens = self._last
+        self._library.choose(self._model, step)
+        return tokens
 
     def _reserve(self, num_tokens: int, num_samples: int) -> None:
         need = self._library.scratch_bytes(self._model, num_tokens, num_samples) + 64

@@ -66,6 +66,7 @@ class TorchDecoder:
         self._head = make_linear(reader.head())
         self._final_norm = reader.final_norm()
         self._cos, self._sin = rotary_tables(self.config, max_len)
+        self._last_logits = torch.empty((0, self.config.vocab_size))
 
     def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
         """See `Decoder.forward`."""
@@ -84,9 +85,14 @@ class TorchDecoder:
         for index in range(self.config.num_layers):
             hidden = self._layer(index, hidden, count, cos, sin, place, step)
         logits = self._logits(hidden[torch.from_numpy(batch.sample_rows).long()])
-        logits[torch.from_numpy(batch.masked_row).long(), torch.from_numpy(batch.masked_token).long()] = -torch.inf
-        tokens = sample(logits.numpy(), batch.temperature, batch.top_k, batch.top_p, batch.uniform)
+        self._last_logits = logits
+        tokens = np.zeros(0, np.int32) if batch.ruled else self.choose(batch)
         return tokens, logits
+
+    def choose(self, batch: InputBatch) -> NDArray[np.int32]:
+        """See `Decoder.choose`."""
+        rows = self._last_logits[: batch.num_chosen].numpy()
+        return sample(rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
 
     def _layer(
         self,

@@ -32,19 +32,18 @@ extern "C" struct ShoalModel {
 };
 
 extern "C" struct ShoalStep {
-    int32_t num_tokens, num_seqs, num_samples, num_masked, logits_stride, padding;
+    int32_t num_tokens, num_seqs, num_samples, num_chosen, logits_stride, defers_choice;
     const int32_t *token_ids, *positions;  // [num_tokens]
     const int64_t* slots;                  // [num_tokens]
     const int32_t *seq_start, *seq_slot;   // [num_seqs + 1], [num_seqs]
     const int32_t* block_tables;           // row of a sequence: block_tables + seq_slot * table_stride
     int64_t table_stride;
-    const int32_t* sample_rows;            // [num_samples] token rows whose logits are wanted
-    const float *temperature, *top_p;      // [num_samples]; temperature 0: greedy
+    const int32_t* sample_rows;            // [num_samples] token rows whose logits are wanted; the first num_chosen sample
+    const float *temperature, *top_p, *min_p;  // [num_chosen]; temperature 0: greedy
     const int32_t* top_k;
     const double* uniform;
-    const int32_t *masked_row, *masked_token;  // [num_masked] logits to take out
     float* logits;                             // [num_samples, logits_stride]
-    int32_t* tokens;                           // [num_samples]
+    int32_t* tokens;                           // [num_chosen]
     void* scratch;
 };
 
@@ -111,9 +110,18 @@ template <typename T> class Step {
             barrier.wait(n);
             for (int layer = 0; layer < m.num_layers; layer++) run_layer(layer, t, n, scratch);
             project(t, n);
-            mask(t);
-            barrier.wait(n);
-            choose(t, n, sampler);
+            if (!s.defers_choice) choose(m, s, t, n, sampler);
+        }
+    }
+
+    static int share(long n, int t, int of) { return (int)(n * t / of); }
+
+    static void choose(const ShoalModel& m, const ShoalStep& s, int t, int n, Sampler& sampler) {
+        for (int r = share(s.num_chosen, t, n); r < share(s.num_chosen, t + 1, n); r++) {
+            const float* row = s.logits + (size_t)r * s.logits_stride;
+            s.tokens[r] = s.temperature[r] <= 0.0f
+                              ? argmax(row, m.vocab)
+                              : sampler.sample(row, m.vocab, s.temperature[r], s.top_k[r], s.top_p[r], s.min_p[r], s.uniform[r]);
         }
     }
 
@@ -126,8 +134,6 @@ template <typename T> class Step {
     std::vector<AttentionItem> items;
     Barrier barrier;
     std::atomic<int>* next_item;
-
-    static int share(long n, int t, int of) { return (int)(n * t / of); }
 
     // Longest first, so that the last item a thread takes is a short one.
     void list_items() {
@@ -226,19 +232,6 @@ template <typename T> class Step {
         });
         barrier.wait(n);
     }
-
-    void mask(int t) {
-        if (t == 0)
-            for (int i = 0; i < s.num_masked; i++) s.logits[(size_t)s.masked_row[i] * s.logits_stride + s.masked_token[i]] = -INFINITY;
-    }
-
-    void choose(int t, int n, Sampler& sampler) {
-        for (int r = share(s.num_samples, t, n); r < share(s.num_samples, t + 1, n); r++) {
-            const float* row = s.logits + (size_t)r * s.logits_stride;
-            s.tokens[r] = s.temperature[r] <= 0.0f ? argmax(row, m.vocab)
-                                                   : sampler.sample(row, m.vocab, s.temperature[r], s.top_k[r], s.top_p[r], s.uniform[r]);
-        }
-    }
 };
 
 }  // namespace shoal
@@ -247,7 +240,7 @@ using namespace shoal;
 
 extern "C" {
 
-int32_t shoal_abi() { return 1; }
+int32_t shoal_abi() { return 2; }
 
 const char* shoal_isa() {
 #if defined(__AVX512BF16__)
@@ -270,6 +263,15 @@ void shoal_forward(const ShoalModel* m, const ShoalStep* s) {
     else Step<float>(*m, *s).run();
 }
 
+// The choice alone, from logits that the caller may have changed since shoal_forward deferred it.
+void shoal_choose(const ShoalModel* m, const ShoalStep* s) {
+#pragma omp parallel num_threads(m->num_threads)
+    {
+        thread_local Sampler sampler;
+        Step<float>::choose(*m, *s, omp_get_thread_num(), omp_get_num_threads(), sampler);
+    }
+}
+
 // Asks for huge pages over the whole pages of [p, p + bytes): a step walks 269 MB of weights and one KV page a block and head.
 void shoal_use_huge_pages(void* p, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
@@ -280,9 +282,9 @@ void shoal_use_huge_pages(void* p, int64_t bytes) {
 #endif
 }
 
-int32_t shoal_sample(const float* logits, int32_t n, float temperature, int32_t top_k, float top_p, double uniform) {
+int32_t shoal_sample(const float* logits, int32_t n, float temperature, int32_t top_k, float top_p, float min_p, double uniform) {
     Sampler sampler;
-    return temperature <= 0 ? argmax(logits, n) : sampler.sample(logits, n, temperature, top_k, top_p, uniform);
+    return temperature <= 0 ? argmax(logits, n) : sampler.sample(logits, n, temperature, top_k, top_p, min_p, uniform);
 }
 
 }  // extern "C"

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from replica.native.builder import NativeUnavailableError, build
 
-ABI = 1
+ABI = 2
 
 
 class Layer(ctypes.Structure):
@@ -51,7 +51,7 @@ class Model(ctypes.Structure):
 
 #: arrays of an InputBatch that the kernels read, by the same name in both
 _TOKEN_ARRAYS = ("token_ids", "positions", "slots", "seq_start", "seq_slot", "block_tables")
-_SAMPLING_ARRAYS = ("sample_rows", "temperature", "top_p", "top_k", "uniform", "masked_row", "masked_token")
+_SAMPLING_ARRAYS = ("sample_rows", "temperature", "top_p", "min_p", "top_k", "uniform")
 STEP_ARRAYS = (*_TOKEN_ARRAYS, *_SAMPLING_ARRAYS)
 
 
@@ -61,7 +61,7 @@ class Step(ctypes.Structure):
     _fields_ = [
         *[
             (name, c_int32)
-            for name in ("num_tokens", "num_seqs", "num_samples", "num_masked", "logits_stride", "padding")
+            for name in ("num_tokens", "num_seqs", "num_samples", "num_chosen", "logits_stride", "defers_choice")
         ],
         *[(name, c_void_p) for name in _TOKEN_ARRAYS],
         ("table_stride", c_int64),
@@ -82,10 +82,12 @@ class Library:
         lib.shoal_scratch_bytes.argtypes = [POINTER(Model), c_int32, c_int32]
         lib.shoal_forward.restype = None
         lib.shoal_forward.argtypes = [POINTER(Model), POINTER(Step)]
+        lib.shoal_choose.restype = None
+        lib.shoal_choose.argtypes = [POINTER(Model), POINTER(Step)]
         lib.shoal_use_huge_pages.restype = None
         lib.shoal_use_huge_pages.argtypes = [c_void_p, c_int64]
         lib.shoal_sample.restype = c_int32
-        lib.shoal_sample.argtypes = [c_void_p, c_int32, c_float, c_int32, c_float, c_double]
+        lib.shoal_sample.argtypes = [c_void_p, c_int32, c_float, c_int32, c_float, c_float, c_double]
         self._lib = lib
         self.isa: str = lib.shoal_isa().decode()
 
@@ -97,13 +99,19 @@ class Library:
         """Run one step; all pointers must stay valid until it returns."""
         self._lib.shoal_forward(ctypes.byref(model), ctypes.byref(step))
 
+    def choose(self, model: Model, step: Step) -> None:
+        """The choice that a step with `defers_choice` left open."""
+        self._lib.shoal_choose(ctypes.byref(model), ctypes.byref(step))
+
     def use_huge_pages(self, address: int, num_bytes: int) -> None:
         """Ask for huge pages; call before the memory is first touched."""
         self._lib.shoal_use_huge_pages(address, num_bytes)
 
-    def sample(self, address: int, num: int, temperature: float, top_k: int, top_p: float, uniform: float) -> int:
+    def sample(
+        self, address: int, num: int, temperature: float, top_k: int, top_p: float, uniform: float, min_p: float = 0.0
+    ) -> int:
         """Token of one row of float32 logits at `address`."""
-        return int(self._lib.shoal_sample(address, num, temperature, top_k, top_p, uniform))
+        return int(self._lib.shoal_sample(address, num, temperature, top_k, top_p, min_p, uniform))
 
 
 @lru_cache(maxsize=4)

@@ -23,9 +23,9 @@ static inline int32_t argmax(const float* x, int n) {
 
 class Sampler {
   public:
-    // temperature > 0; top_k 0 and top_p 1 mean off; uniform in [0, 1).
-    int32_t sample(const float* logits, int n, float temperature, int top_k, float top_p, double uniform) {
-        double total = weigh(logits, n, 1.0f / temperature);
+    // temperature > 0; top_k 0, top_p 1 and min_p 0 mean off; uniform in [0, 1).
+    int32_t sample(const float* logits, int n, float temperature, int top_k, float top_p, float min_p, double uniform) {
+        double total = weigh(logits, n, 1.0f / temperature, min_p);
         const bool by_count = top_k > 0 && top_k < n;
         if (!by_count && top_p >= 1.0f) return walk(n, uniform * total);
         if (by_count) {
@@ -45,14 +45,18 @@ class Sampler {
 
   private:
     static constexpr int BLOCK = 1024;
+    // exp() ends at 1.6e-38, also for minus infinity: a masked token must weigh nothing.
+    static constexpr float LEAST_WEIGHT = 1e-37f;
     std::vector<float> weights_;
     std::vector<double> block_sums_;
     std::vector<std::pair<float, int32_t>> kept_;
 
-    double weigh(const float* logits, int n, float inverse_temperature) {
+    // Weights relative to the likeliest token's, which is 1: so what min_p takes away is all below min_p.
+    double weigh(const float* logits, int n, float inverse_temperature, float min_p) {
         weights_.resize((size_t)(n + LANES));
         block_sums_.clear();
         const float top = logits[argmax(logits, n)];
+        const V cut = splat(std::max(min_p, LEAST_WEIGHT));
         double total = 0;
         for (int start = 0; start < n; start += BLOCK) {
             V sum = V{};
@@ -66,6 +70,7 @@ class Sampler {
                     x = load(tail);
                 }
                 V w = exp((x - splat(top)) * splat(inverse_temperature));
+                w = w >= cut ? w : V{};
                 store(weights_.data() + i, w);
                 sum = sum + w;
             }

@@ -9,14 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.equality import WAYS, Trace, Way, differences, make_items, run_way
+from benchmarks.equality import WAYS, Item, Trace, Way, differences, make_items, make_ruled_items, run_way
 from cluster import model_store
 from replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from replica.messages import SamplingParams
 from replica.model_runner import TorchModelRunner
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 ITEMS = make_items(12, 16)
+#: penalties, bias, bans, minimum lengths, logprobs, grammars
+RULED_ITEMS = make_ruled_items(18, 16)
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -47,6 +50,31 @@ def test_logits_are_bit_equal_and_tokens_equal(
     assert differences(reference, traces, way) == []
     if way.num_blocks == 0:
         assert preemptions >= 3, "the pool was not small enough to mean anything"
+
+
+@pytest.fixture(scope="module")
+def ruled_reference(runners: list[TorchModelRunner]) -> list[Trace]:
+    traces, _ = run_way(WAYS[0], RULED_ITEMS, runners)
+    return traces
+
+
+@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.name)
+def test_rules_do_not_depend_on_the_way_either(
+    way: Way, runners: list[TorchModelRunner], ruled_reference: list[Trace]
+) -> None:
+    traces, _ = run_way(way, RULED_ITEMS, runners, [trace.tokens for trace in ruled_reference])
+    assert differences(ruled_reference, traces, way) == []
+
+
+def test_rules_do_something(runners: list[TorchModelRunner], ruled_reference: list[Trace]) -> None:
+    """Else the test above would compare nothing: the same requests without their rules give other tokens."""
+    plain = [
+        Item(item.prompt, SamplingParams(16, item.sampling.temperature, seed=item.sampling.seed, ignore_eos=True))
+        for item in RULED_ITEMS
+    ]
+    traces, _ = run_way(WAYS[1], plain, runners[:1])
+    changed = [a.tokens != b.tokens for a, b in zip(traces, ruled_reference, strict=True)]
+    assert sum(changed) >= 14, changed
 
 
 def test_the_self_test_passes_on_this_device(runners: list[TorchModelRunner]) -> None:

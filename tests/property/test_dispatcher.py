@@ -9,7 +9,16 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
-from router.dispatcher import Dispatch, Dispatcher, DispatcherConfig, Fail, Instruction, Refuse, SendAbort
+from router.dispatcher import (
+    FINAL_REFUSALS,
+    Dispatch,
+    Dispatcher,
+    DispatcherConfig,
+    Fail,
+    Instruction,
+    Refuse,
+    SendAbort,
+)
 from router.placement import least_tokens
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 
@@ -45,7 +54,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 case Refuse():
                     assert request_id in self.alive
                     assert request_id not in self.begun, "a refusal after the first byte"
-                    assert (instruction.retry_after_s >= 1) == (instruction.reason is not RefusalReason.NEVER_FITS)
+                    assert (instruction.retry_after_s >= 1) == (instruction.reason not in FINAL_REFUSALS)
                     self.end(request_id)
                 case Fail():
                     assert request_id in self.begun or self.losses[request_id] >= CONFIG.max_losses

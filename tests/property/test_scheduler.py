@@ -20,6 +20,7 @@ from replica.messages import (
     RouterId,
     SamplingParams,
     SequenceInput,
+    SequenceOutput,
 )
 from replica.step import StepPlan
 
@@ -32,13 +33,14 @@ ROUTERS = [RouterId("a"), RouterId("b")]
 class Client:
     """What one request was promised and what it got."""
 
-    def __init__(self, prompts: list[list[int]], max_tokens: int, output: list[int]) -> None:
+    def __init__(self, prompts: list[list[int]], max_tokens: int, output: list[int], sampling: SamplingParams) -> None:
         self.prompts = prompts
         self.max_tokens = max_tokens
         self.resumed = output
         self.tokens: list[list[int]] = [list(output) if index == 0 else [] for index in range(len(prompts))]
         self.ends: list[FinishReason | None] = [None for _ in prompts]
-        self.aborted = False
+        self.prompt_logprobs: list[list[float]] = [[] for _ in prompts]
+        self.sampling = sampling
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -81,6 +83,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
         self.aborted: list[RequestId] = []
+        self.compiling: list[str] = []
 
     @rule(
         router=st.sampled_from(ROUTERS),
@@ -89,15 +92,34 @@ class EngineMachine(RuleBasedStateMachine):
         n=st.integers(1, 3),
         max_tokens=st.integers(1, 20),
         resumed=st.integers(0, 3),
+        grammar=st.sampled_from(["", "", "g", "h"]),
+        tells_prompt=st.booleans(),
     )
-    def submit(self, router: RouterId, shape: int, length: int, n: int, max_tokens: int, resumed: int) -> None:
+    def submit(
+        self,
+        router: RouterId,
+        shape: int,
+        length: int,
+        n: int,
+        max_tokens: int,
+        resumed: int,
+        grammar: str,
+        tells_prompt: bool,
+    ) -> None:
         # an id comes back in a new attempt, perhaps while the step of the aborted one still runs
         request_id = self.aborted.pop() if self.aborted else RequestId(str(self.count))
         self.count += 1
         # shapes 0 and 1 share long prefixes, shape 2 is its own
         prompt = [(shape * position if shape < 2 else self.count + position) % VOCAB for position in range(length)]
         output = expected_output(prompt, resumed, vocab_size=VOCAB) if resumed < max_tokens else []
-        sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=0.0,
+            ignore_eos=True,
+            num_logprobs=2 if tells_prompt else None,
+            num_prompt_logprobs=1 if tells_prompt and not output else None,
+            grammar=grammar,  # the fake runner does not follow it; what is tested is who waits for its compilation
+        )
         request = GenerateRequest(
             request_id,
             # of a resumed request only the first sequence need have come as far as a token
@@ -105,7 +127,7 @@ class EngineMachine(RuleBasedStateMachine):
             order_key=(0.0, 0, float(self.count)),
             is_returning=bool(output),
         )
-        num_queued = len(self.core.scheduler.queued)
+        num_queued = self.core.scheduler.num_queued
         reply = self.core.submit(router, request, 0, self.now)
         capacity = min(64, self.core.blocks.capacity_tokens)
         if length + len(output) >= capacity:
@@ -118,9 +140,23 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert reply.refusal is None
         if reply.refusal is None:
-            self.clients[(router, request_id)] = Client([prompt] * n, max_tokens, output)
+            self.clients[(router, request_id)] = Client([prompt] * n, max_tokens, output, sampling)
         else:
-            assert len(self.core.scheduler.queued) == num_queued
+            assert self.core.scheduler.num_queued == num_queued
+        self.compiling += self.core.take_wanted_grammars()
+        assert len(set(self.compiling)) == len(self.compiling), "compiled twice at once"
+
+    @precondition(lambda self: self.compiling)
+    @rule(works=st.booleans())
+    def compiled(self, works: bool) -> None:
+        """At any moment, also while a step runs."""
+        grammar = self.compiling.pop(0)
+        self.deliver(self.core.grammar_compiled(grammar, None if works else "not a grammar", self.now))
+
+    @rule()
+    def reset(self) -> None:
+        self.core.reset_prefix_cache()
+        assert self.core.blocks.stats().num_cached == 0
 
     @precondition(lambda self: self.plan is None)
     @rule()
@@ -131,6 +167,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.plan = plan
         if plan is None:
             assert not self.core.has_work or self.core.num_unfinished == 0, "work, but no step"
+            assert self.core.num_unfinished == len(self.core.scheduler.blocked)
             return
         budget = self.config.scheduler.max_num_batched_tokens
         assert budget is not None
@@ -188,11 +225,29 @@ class EngineMachine(RuleBasedStateMachine):
                 assert client is not None, "output for a request that was aborted as a whole"
                 assert client.ends[item.index] is None, "output after the end"
                 assert item.new_token_ids or item.finish_reason is not None, "an empty message"
+                is_first = len(client.tokens[item.index]) == (len(client.resumed) if item.index == 0 else 0)
                 client.tokens[item.index] += item.new_token_ids
                 client.ends[item.index] = item.finish_reason
+                self.check_told(client, item, is_first)
                 self.check(client, item.index)
                 if all(end is not None for end in client.ends):
                     del self.clients[(router, item.request_id)]
+
+    def check_told(self, client: Client, item: SequenceOutput, is_first: bool) -> None:
+        """Logprobs of each token, of the prompt exactly once, whatever was preempted in the middle of it."""
+        sampling = client.sampling
+        assert len(item.logprobs) == (len(item.new_token_ids) if sampling.num_logprobs is not None else 0)
+        if sampling.num_prompt_logprobs is not None and is_first and item.new_token_ids:
+            told = [entry.top_token_ids for entry in item.prompt_logprobs]
+            assert told == [[token_id] for token_id in client.prompts[item.index][1:]]
+        else:
+            assert item.prompt_logprobs == []
+        if item.finish_reason is FinishReason.INVALID:
+            assert sampling.grammar
+            assert item.message == "not a grammar"
+        if item.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
+            assert item.stages is not None
+            assert None not in (item.stages.queued_s, item.stages.prefill_s, item.stages.decode_s)
 
     def check(self, client: Client, index: int) -> None:
         """Tokens equal the undisturbed run at every moment, whatever was preempted, shared, chunked or aborted around
@@ -213,6 +268,8 @@ class EngineMachine(RuleBasedStateMachine):
         """Let everything end: it must end, exactly once, and leave every pool at baseline."""
         if not hasattr(self, "core"):
             return
+        while self.compiling:
+            self.compiled(True)
         for _ in range(5000):
             if self.plan is None:
                 self.schedule()

@@ -12,7 +12,27 @@ from replica import messages as m
 from replica.block_hash import chain_hashes, root_hash
 from replica.report_schedule import ReportSchedule
 
-SAMPLING = m.SamplingParams(7, 0.5, 3, 0.9, 2**63 - 1, 1, True, (5, 6))
+SAMPLING = m.SamplingParams(
+    7,
+    0.5,
+    3,
+    0.9,
+    2**63 - 1,
+    1,
+    True,
+    (5, 6),
+    0.1,
+    1.2,
+    0.3,
+    -0.4,
+    {5: -100.0, 9: 1.5},
+    (1, 2),
+    ((1,), (2, 3)),
+    0,
+    20,
+    "g",
+)
+LOGPROBS = [m.TokenLogprobs(-0.5, 2, [7, 9], [-0.25, -0.5])]
 REQUEST = m.GenerateRequest(m.RequestId("r"), [m.SequenceInput(0, [1, 2], SAMPLING, [3])], (1.0, -2, 3.5), "salt", 9.0)
 LOAD = m.ReplicaLoad(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 1.5, {"x": 1.0})
 MESSAGES: list[Any] = [
@@ -23,14 +43,32 @@ MESSAGES: list[Any] = [
     m.StepOutput(
         "i", LOAD, [m.SequenceOutput(m.RequestId("r"), 1, [9], m.FinishReason.STOP, 9, 16)], [m.KVEvent([b"a"])]
     ),
+    m.StepOutput(
+        "i",
+        LOAD,
+        [
+            m.SequenceOutput(
+                m.RequestId("r"),
+                0,
+                [9],
+                m.FinishReason.INVALID,
+                logprobs=LOGPROBS,
+                prompt_logprobs=LOGPROBS,
+                stages=m.Stages(0.5, 0.25, None, 2),
+                message="why",
+            )
+        ],
+    ),
     m.Draining(3.5),
+    m.ResetPrefixCache("x"),
+    m.ResetDone("x"),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_messages_survive_the_wire_and_pickle(message: m.DownMessage | m.UpMessage) -> None:
     data = m.encode(message)
-    decode = m.decode_down if isinstance(message, m.Submit | m.Abort) else m.decode_up
+    decode = m.decode_down if isinstance(message, m.Submit | m.Abort | m.ResetPrefixCache) else m.decode_up
     assert decode(data) == message
     assert pickle.loads(pickle.dumps(message)) == message
 

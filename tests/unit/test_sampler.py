@@ -14,12 +14,14 @@ from replica.native import library
 from replica.native.builder import NativeUnavailableError
 from replica.sampler import sample, sample_row, uniform
 
-SampleRow = Callable[[NDArray[np.float32], float, int, float, float], int]
+SampleRow = Callable[..., int]
 
 
-def native_row(logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, u: float) -> int:
+def native_row(
+    logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, u: float, min_p: float = 0.0
+) -> int:
     logits = np.ascontiguousarray(logits, np.float32)
-    return library.load().sample(logits.ctypes.data, len(logits), temperature, top_k, top_p, u)
+    return library.load().sample(logits.ctypes.data, len(logits), temperature, top_k, top_p, u, min_p)
 
 
 @pytest.fixture(params=["numpy", "native"])
@@ -37,10 +39,12 @@ def logits_of(probabilities: list[float]) -> NDArray[np.float32]:
     return np.log(np.asarray(probabilities, np.float64)).astype(np.float32)
 
 
-def chosen(row: SampleRow, logits: NDArray[np.float32], top_k: int = 0, top_p: float = 1.0) -> dict[int, float]:
+def chosen(
+    row: SampleRow, logits: NDArray[np.float32], top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
+) -> dict[int, float]:
     """Share of an even grid of random numbers that chooses each token."""
     grid = (np.arange(2000) + 0.5) / 2000
-    tokens = [row(logits, 1.0, top_k, top_p, float(u)) for u in grid]
+    tokens = [row(logits, 1.0, top_k, top_p, float(u), min_p) for u in grid]
     return {int(t): tokens.count(t) / len(grid) for t in sorted(set(tokens))}
 
 
@@ -53,6 +57,20 @@ def test_greedy_takes_the_lowest_of_equal_maxima(row: SampleRow) -> None:
 def test_shares_are_the_probabilities(row: SampleRow) -> None:
     shares = chosen(row, logits_of([0.5, 0.125, 0.25, 0.125]))
     assert shares == pytest.approx({0: 0.5, 1: 0.125, 2: 0.25, 3: 0.125}, abs=0.002)
+
+
+def test_min_p_is_a_share_of_the_likeliest_and_comes_before_top_p(row: SampleRow) -> None:
+    logits = logits_of([0.4, 0.3, 0.2, 0.1])
+    assert chosen(row, logits, min_p=0.4) == pytest.approx({0: 4 / 9, 1: 3 / 9, 2: 2 / 9}, abs=0.002)
+    # of what min_p left (0.9), 0.75 is 0.675: the first two
+    assert chosen(row, logits, top_p=0.75, min_p=0.4) == pytest.approx({0: 4 / 7, 1: 3 / 7}, abs=0.002)
+    assert chosen(row, logits, min_p=1.0) == {0: 1.0}
+
+
+def test_a_masked_token_is_never_chosen(row: SampleRow) -> None:
+    logits = np.full(49, -np.inf, np.float32)
+    logits[17] = -300.0
+    assert {row(logits, 1.0, k, p, u) for k in (0, 5) for p in (1.0, 0.5) for u in (0.0, 0.5, 1 - 1e-12)} == {17}
 
 
 def test_top_k_renormalises(row: SampleRow) -> None:
@@ -120,10 +138,11 @@ def test_rows_do_not_see_each_other() -> None:
     temperature = np.asarray([0, 1, 0.7, 0, 2, 1], np.float32)
     top_k, top_p = np.asarray([0, 5, 0, 9, 0, 40], np.int32), np.asarray([1, 1, 0.8, 1, 1, 0.5], np.float32)
     u = rng.random(6)
-    together = sample(logits, temperature, top_k, top_p, u)
+    min_p = np.asarray([0, 0, 0.05, 0.5, 0, 0.1], np.float32)
+    together = sample(logits, temperature, top_k, top_p, min_p, u)
     for i in range(6):
         one = slice(i, i + 1)
-        assert sample(logits[one], temperature[one], top_k[one], top_p[one], u[one]) == together[i]
+        assert sample(logits[one], temperature[one], top_k[one], top_p[one], min_p[one], u[one]) == together[i]
 
 
 def numbers(seeds: list[int], positions: list[int]) -> NDArray[np.float64]:
