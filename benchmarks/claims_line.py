@@ -42,33 +42,11 @@ def start(full: bool) -> Iterator[tuple[str, Measured]]:
 @claim("line.equal")
 def equal(full: bool) -> Iterator[tuple[str, Measured]]:
     """Requests whose tokens or logits differ in any bit between our own ways of computing."""
-    from benchmarks.equality import WAYS, differences, make_items, run_way
-    from cluster import model_store
-    from replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
-    from replica.model_runner import TorchModelRunner
+    from benchmarks.equality import make_items, measure_ways
 
-    folder = model_store.resolve(MODEL)
     items = make_items(40, 64) if full else make_items(12, 12)
-    threads = len(os.sched_getaffinity(0))
     for dtype in ("bfloat16", "float32"):
-        config = EngineConfig(
-            model=ModelConfig(dtype=dtype),
-            cache=CacheConfig(num_blocks=1500),
-            parallel=ParallelConfig(num_threads=threads),
-        )
-        runners = [TorchModelRunner(config, folder) for _ in range(2)]
-        reference, _ = run_way(WAYS[0], items, runners)
-        outputs = [trace.tokens for trace in reference]
-        preemptions, different = 0, []
-        for way in WAYS[1:]:
-            traces, count = run_way(way, items, runners, outputs)
-            different += differences(reference, traces, way)
-            preemptions += count
-        for runner in runners:
-            runner.close()
-        note = (
-            f"{len(items)} prompts x {items[0].sampling.max_tokens} tokens, {len(WAYS)} ways, {preemptions} preemptions"
-        )
+        different, note = measure_ways(MODEL, dtype, items)
         yield dtype, Measured(len(different), "requests differ", 0, note="; ".join([note, *different[:3]]))
 
 

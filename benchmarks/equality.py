@@ -8,13 +8,22 @@ are equal only if all digests are: one flipped bit anywhere shows.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
-from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
+from replica.config import (
+    AdmissionConfig,
+    CacheConfig,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from replica.engine_core import EngineCore
 from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput, TokenLogprobs
 from replica.model_runner import TorchModelRunner
@@ -184,8 +193,8 @@ def _drive(
             trace.logits.append(hashlib.sha256(runner.last_logits[seq_id].numpy().tobytes()).digest())
         runner.last_logits.clear()
         assert not result.failed, result.failed
-        for outputs in core.update(plan, result, 0.0).values():
-            for output in outputs:
+        for told in core.update(plan, result, 0.0).values():
+            for output in told:
                 trace = traces[int(output.request_id)]
                 trace.logprobs += output.logprobs
                 trace.prompt_logprobs += output.prompt_logprobs
@@ -204,3 +213,27 @@ def differences(reference: Sequence[Trace], other: Sequence[Trace], way: Way) ->
         elif a.logprobs[skip:] != b.logprobs or (not skip and a.prompt_logprobs != b.prompt_logprobs):
             lines.append(f"{way.name}: request {number}: logprobs differ")
     return lines
+
+
+def measure_ways(model: str, dtype: DType, items: Sequence[Item]) -> tuple[list[str], str]:
+    """All ways with the built-in model `model`: the differences, and a line on what was compared."""
+    from cluster import model_store
+
+    folder = model_store.resolve(model)
+    config = EngineConfig(
+        model=ModelConfig(dtype=dtype),
+        cache=CacheConfig(num_blocks=1500),
+        parallel=ParallelConfig(num_threads=len(os.sched_getaffinity(0))),
+    )
+    runners = [TorchModelRunner(config, folder) for _ in range(2)]
+    reference, _ = run_way(WAYS[0], items, runners)
+    outputs = [trace.tokens for trace in reference]
+    preemptions, different = 0, []
+    for way in WAYS[1:]:
+        traces, count = run_way(way, items, runners, outputs)
+        different += differences(reference, traces, way)
+        preemptions += count
+    for runner in runners:
+        runner.close()
+    lengths = f"{len(items)} prompts x {max(len(tokens) for tokens in outputs)} tokens"
+    return different, f"{lengths}, {len(WAYS)} ways, {preemptions} preemptions"

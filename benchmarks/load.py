@@ -16,6 +16,8 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from router.latency import Latencies, latencies, replay
+
 
 class Workload(msgspec.Struct, frozen=True):
     """`num_requests` random prompts of exactly `input_len` tokens, `output_len` tokens each, greedy, end token
@@ -46,6 +48,15 @@ class Answer(msgspec.Struct):
     token_times: list[float]
     num_tokens: int
     error: str = ""
+
+    @property
+    def latencies(self) -> Latencies:
+        """Of a client that sees chunks: arrival is when it sent the request, a token's instant that of its chunk."""
+        return latencies(replay(self.started, self.token_times)[0], self.num_tokens)
+
+    @property
+    def gaps_s(self) -> list[float]:
+        return replay(self.started, self.token_times)[1]
 
 
 class LoadResult(msgspec.Struct, frozen=True):
@@ -86,7 +97,7 @@ async def run_load(url: str, model: str, workload: Workload, headers: dict[str, 
 def summarize(workload: Workload, answers: Sequence[Answer], duration_s: float) -> LoadResult:
     """Percentiles over all requests that did not fail."""
     good = [answer for answer in answers if not answer.error]
-    gaps = [b - a for answer in good for a, b in zip(answer.token_times, answer.token_times[1:], strict=False)]
+    figures = [answer.latencies for answer in good]
     tokens = sum(answer.num_tokens for answer in good)
     return LoadResult(
         workload=workload,
@@ -94,11 +105,9 @@ def summarize(workload: Workload, answers: Sequence[Answer], duration_s: float) 
         num_failed=len(answers) - len(good),
         output_tokens_per_s=tokens / duration_s,
         requests_per_s=len(good) / duration_s,
-        ttft_ms=percentiles([answer.token_times[0] - answer.started for answer in good]),
-        gap_ms=percentiles(gaps),
-        tpot_ms=percentiles(
-            [(a.token_times[-1] - a.token_times[0]) / (a.num_tokens - 1) for a in good if a.num_tokens > 1]
-        ),
+        ttft_ms=percentiles([f.ttft_s for f in figures if f.ttft_s is not None]),
+        gap_ms=percentiles([gap for answer in good for gap in answer.gaps_s]),
+        tpot_ms=percentiles([f.tpot_s for f in figures if f.tpot_s is not None]),
         num_output_tokens=tokens,
     )
 

@@ -50,6 +50,11 @@ class HttpConfig(FrozenModel):
     api_keys: tuple[str, ...] = Field((), description="Bearer keys; empty: no key is asked for.")
     cors_allow_origins: tuple[str, ...] = Field(("*",), description="Origins whose pages may call.")
     max_body_mib: float = Field(8, gt=0, description="Longest request body in MiB.")
+    max_pending_body_mib: float = Field(
+        256, gt=0, description="Most MiB of long bodies a router works on at once; more are refused with 503."
+    )
+    body_timeout_s: float = Field(60, gt=0, le=3600, description="How long a body may take to arrive; then 408.")
+    admin_endpoints: bool = Field(False, description="Whether POST /reset_prefix_cache is there.")
 
     @field_validator("api_keys")
     @classmethod

@@ -56,9 +56,9 @@ async def measure(url: str, model: str, seed: int = 3, document_tokens: int = DO
         await talking.wait()
         document = await ask(session, url, model, words(document_tokens), 20)
         answers = await asyncio.gather(*chats)
-    gaps = [b - a for answer in answers for a, b in zip(answer.token_times, answer.token_times[1:], strict=False)]
-    summary = percentiles(gaps)
-    ttft = 1000 * (document.token_times[0] - document.started) if document.token_times else float("nan")
+    summary = percentiles([gap for answer in answers for gap in answer.gaps_s])
+    ttft_s = document.latencies.ttft_s
+    ttft = float("nan") if ttft_s is None else 1000 * ttft_s
     failed = sum(bool(answer.error) for answer in [*answers, document])
     return Gaps(summary["max"], summary["p50"], ttft, failed)
 

@@ -9,8 +9,6 @@ function of the output tokens, so it is rebuilt from them after a preemption or 
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,20 +52,23 @@ class GrammarMatcher:
 
     def consume(self, token_ids: list[int]) -> None:
         """Tokens that were chosen. Raises GrammarError when the grammar does not allow them."""
-        if not self._matcher.consume_tokens(token_ids):
-            raise GrammarError(first_line(self._matcher.get_error()))
+        for token_id in token_ids:  # not `consume_tokens`, which does not take the eos of a grammar that is complete
+            if not self._matcher.consume_token(token_id):
+                raise GrammarError(first_line(self._matcher.get_error()))
 
 
 class GrammarCompiler:
-    """Compiled grammars of one model. `compile` may run on any thread, beside everything else."""
+    """Compiled grammars of one model. `compile` may run on any thread, beside everything else: two threads at once may
+    do the same work twice, and nothing worse.
+    """
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._path = tokenizer_json
         self._vocab_size = vocab_size
         self._eos = list(eos_token_ids)
-        self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        #: least recently used first
+        self._compiled: dict[str, LLMatcher] = {}
 
     def compile(self, grammar: str) -> None:
         """Have `grammar` ready. The first one also reads the tokenizer (0.4 s). Raises InvalidRequestError."""
@@ -78,17 +79,10 @@ class GrammarCompiler:
         return GrammarMatcher(self._get(grammar).deep_copy(), self._vocab_size)
 
     def _get(self, grammar: str) -> LLMatcher:
-        with self._lock:
-            compiled = self._compiled.get(grammar)
-            if compiled is not None:
-                self._compiled.move_to_end(grammar)
-                return compiled
-            tokenizer = self._load_tokenizer()
-        compiled = _compile(tokenizer, grammar)
-        with self._lock:
-            self._compiled[grammar] = compiled
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
+        compiled = self._compiled.pop(grammar, None) or _compile(self._load_tokenizer(), grammar)
+        self._compiled[grammar] = compiled
+        if len(self._compiled) > _MAX_COMPILED:
+            self._compiled.pop(list(self._compiled)[0], None)  # noqa: RUF015  # one step under the GIL
         return compiled
 
     def _load_tokenizer(self) -> LLTokenizer:

@@ -81,6 +81,10 @@ class RefusalReason(enum.StrEnum):
     DUPLICATE = "duplicate"
 
 
+#: another replica would say the same
+FINAL_REFUSALS = frozenset({RefusalReason.NEVER_FITS, RefusalReason.TOO_MANY_SEQUENCES, RefusalReason.INVALID})
+
+
 class Role(enum.StrEnum):
     """What a replica does. Only `BOTH` exists until P/D disaggregation lands."""
 

@@ -1,8 +1,8 @@
 """ASYNC. The OpenAI-compatible HTTP application: routes, and one request from bytes to bytes.
 
 `create_app` gives a Starlette app for any ASGI server; Ray Serve mounts the same one. A generation goes through these
-stages: read the body (413), parse (400), look whether it could be admitted (503), tokenize (400), hand it to the
-backend (503), wait for the first tokens, and only then send the status line. After the first byte errors are told
+stages: read the body (415, 413, 408), parse (400), look whether it could be admitted (503), tokenize (400), hand it to
+the backend (503), wait for the first tokens, and only then send the status line. After the first byte errors are told
 inside the stream. Whatever ends a request early, a client that left included, aborts it at the backend.
 
 Bodies above `on_loop_max_bytes` are parsed and tokenized in a thread: 4 KiB take 2 ms, which no running stream
@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -32,67 +29,34 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from replica.errors import RefusedError, ShoalError
+from replica.errors import NeverFitsError, RefusedError, ShoalError
+from router.answer import Answer
 from router.app_settings import AppSettings
 from router.backend import Backend, GenerationStream
-from router.generation import Answer, NothingToGenerate, first_events, streamed_answer, whole_answer
+from router.edge import Edge
+from router.generation import NothingToGenerate, first_events, streamed_answer, whole_answer
 from router.http_errors import HttpError, error_object, error_response, rule_of
-from router.http_metrics import HttpMetrics, RequestRecord
+from router.http_metrics import RequestRecord
 from router.http_middleware import (
     ApiKeyMiddleware,
-    ClientGoneError,
     EdgeMiddleware,
-    read_body,
-    send_bytes,
+    log_error,
     send_error,
     until_disconnect,
 )
-from router.openai_api import (
-    ChatOrCompletion,
-    parse_chat,
-    parse_completion,
-    parse_detokenize,
-    parse_tokenize,
-)
-from router.prepare import (
-    PreparedRequest,
-    TextCodec,
-    check_request,
-    check_vocabulary,
-    model_name,
-    prepare,
-    render_chat,
-)
+from router.info_endpoints import InfoEndpoints
+from router.openai_api import ChatOrCompletion, parse_chat, parse_completion
+from router.prepare import PreparedRequest, TextCodec, check_request, needs_thread, prepare
+from router.request_body import Body, ClientGoneError
 from router.sse import error_event
+from router.stream_sender import StreamSender
 
-logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
-_encode = msgspec.json.Encoder().encode
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
 ]
-
-
-class Edge:
-    """What all endpoints share."""
-
-    def __init__(self, settings: AppSettings, codec: TextCodec, backend: Backend, clock: Callable[[], float]) -> None:
-        self.settings = settings
-        self.codec = codec
-        self.backend = backend
-        #: monotonic seconds, for latencies
-        self.clock = clock
-        self.metrics = HttpMetrics(settings.metrics_prefix, settings.router_name)
-        self.started_s = int(time.time())
-        self.threads = ThreadPoolExecutor(settings.num_tokenizer_threads, thread_name_prefix="tokenizer")
-
-    async def compute(self, size: int, function: Callable[..., Result], *args: Any) -> Result:
-        """Call `function` here when the body had few bytes, else in a thread."""
-        if size <= self.settings.on_loop_max_bytes:
-            return function(*args)
-        return await asyncio.get_running_loop().run_in_executor(self.threads, function, *args)
 
 
 class GenerateEndpoint:
@@ -104,19 +68,34 @@ class GenerateEndpoint:
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        edge = self._edge
-        arrival_s = edge.clock()
+        arrival_s = self._edge.clock()
         try:
-            body = await read_body(scope, receive, edge.settings.max_body_bytes)
-            request, num_sequences = await edge.compute(len(body), self._parse_and_check, body)
-            edge.backend.may_admit(num_sequences)
-            prepared = await edge.compute(len(body), self._prepare, request)
+            body = await self._edge.read(scope, receive)
         except ClientGoneError:
             return
         except Exception as error:
             await self._refuse(send, error)
             return
-        await until_disconnect(receive, _Exchange(edge, prepared, arrival_s, send).run())
+        try:
+            await until_disconnect(receive, self._serve(body, send, arrival_s))
+        finally:
+            body.release()
+
+    async def _serve(self, body: Body, send: Send, arrival_s: float) -> None:
+        try:
+            prepared = await self._prepared(body)
+        except Exception as error:
+            await self._refuse(send, error)
+            return
+        await _Exchange(self._edge, prepared, arrival_s, send).run()
+
+    async def _prepared(self, body: Body) -> PreparedRequest:
+        edge, is_long = self._edge, body.is_long
+        request, num_sequences = await edge.compute(is_long, self._parse_and_check, body.take())
+        edge.backend.may_admit(num_sequences)
+        prepared = await edge.compute(is_long or needs_thread(request), self._prepare, request)
+        body.release()
+        return prepared
 
     def _parse_and_check(self, body: bytes) -> tuple[ChatOrCompletion, int]:
         request = self._parse(body)
@@ -130,7 +109,7 @@ class GenerateEndpoint:
         )
 
     async def _refuse(self, send: Send, error: Exception) -> None:
-        _log_if_ours(error)
+        log_error(error)
         if isinstance(error, RefusedError):
             self._edge.metrics.refused(rule_of(error).code or "refused")
         await send_error(send, error)
@@ -154,6 +133,7 @@ class _Exchange:
             stream = await self._submit()
             answer = Answer(self._prepared, self._edge.codec, stream, self._record)
             await self._answer(answer, stream)
+            self._complete(answer)
             self._record.end("length" if any(choice.finish_reason == "length" for choice in answer.choices) else "stop")
         except asyncio.CancelledError:
             self._record.end("abort")
@@ -168,7 +148,7 @@ class _Exchange:
 
     async def _submit(self) -> GenerationStream:
         prepared = self._prepared
-        if max(prepared.max_tokens) == 0:
+        if max(prepared.max_tokens) == 0 and not prepared.drops_output:
             return NothingToGenerate(prepared.num_choices)
         stream = await self._edge.backend.generate(prepared.generate)
         self._record.accepted(prepared.num_prompt_tokens, max(prepared.max_tokens), prepared.request.n)
@@ -178,21 +158,35 @@ class _Exchange:
         clock = self._edge.clock
         async with closing(aiter(stream)) as steps:
             first = await first_events(steps)
+            sender = StreamSender(self._send)
             if not self._prepared.request.stream:
                 body = await whole_answer(answer, first, steps, clock)
-                self._has_started = True
-                await send_bytes(self._send, 200, body, "application/json")
+                await self._begin([(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
+                await sender.end(body)
                 return
             async with closing(streamed_answer(answer, first, steps, clock)) as pieces:
                 async for data in pieces:
                     if not self._has_started:
-                        self._has_started = True
-                        await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
-                    await self._send({"type": "http.response.body", "body": data, "more_body": True})
-            await self._send({"type": "http.response.body", "body": b""})
+                        await self._begin(_SSE_HEADERS)
+                    await sender.write(data)
+            await sender.end()
+
+    async def _begin(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self._has_started = True
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    def _complete(self, answer: Answer) -> None:
+        prompts, n = self._prepared.prompts, self._prepared.request.n
+        self._record.complete(
+            [choice.num_tokens for choice in answer.choices],
+            [len(prompts[choice.index // n]) - choice.num_cached_tokens for choice in answer.choices],
+        )
 
     async def _fail(self, error: Exception) -> None:
-        _log_if_ours(error)
+        log_error(error)
+        if isinstance(error, NeverFitsError) and error.param is None:
+            # a replica's word, whose KV cache is smaller than the context: it does not know what the field is called
+            error = NeverFitsError(error.message, "messages" if self._prepared.is_chat else "prompt")
         if isinstance(error, RefusedError) and not self._has_started:
             self._record.refuse(rule_of(error).code or "refused")
         else:
@@ -214,93 +208,13 @@ async def closing(iterator: AsyncIterator[Result]) -> AsyncIterator[AsyncIterato
             await close()
 
 
-def _log_if_ours(error: Exception) -> None:
-    """Only what is neither the client's fault nor expected gets a stack trace."""
-    if not isinstance(error, (ShoalError, HttpError)):
-        logger.error("internal error in the HTTP edge", exc_info=error)
-    elif rule_of(error).status >= 500 and not isinstance(error, RefusedError):
-        logger.warning("request failed: %s", error)
-
-
-class InfoEndpoints:
-    """Everything that generates nothing."""
-
-    def __init__(self, edge: Edge) -> None:
-        self._edge = edge
-
-    def _card(self, name: str) -> dict[str, object]:
-        edge = self._edge
-        return {
-            "id": name,
-            "object": "model",
-            "created": edge.started_s,
-            "owned_by": "shoal",
-            "root": edge.settings.served_model_names[0],
-            "parent": None,
-            "max_model_len": edge.settings.max_model_len,
-        }
-
-    async def models(self, request: Request) -> Response:
-        cards = [self._card(name) for name in self._edge.settings.served_model_names]
-        return json_response({"object": "list", "data": cards})
-
-    async def model(self, request: Request) -> Response:
-        return json_response(self._card(model_name(request.path_params["name"], self._edge.settings)))
-
-    async def health(self, request: Request) -> Response:
-        health = self._edge.backend.health()
-        return json_response({**health.detail, "ok": health.ok}, 200 if health.ok else 503)
-
-    async def version(self, request: Request) -> Response:
-        return json_response({"version": self._edge.settings.version})
-
-    async def load(self, request: Request) -> Response:
-        return json_response({"server_load": self._edge.backend.load()})
-
-    async def status(self, request: Request) -> Response:
-        """For `shoal status`: what this router knows of the replicas."""
-        return json_response(self._edge.backend.status())
-
-    async def metrics(self, request: Request) -> Response:
-        text = self._edge.metrics.text() + self._edge.backend.metrics_text()
-        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def tokenize(self, request: Request) -> Response:
-        body = await read_body(request.scope, request.receive, self._edge.settings.max_body_bytes)
-        return json_response(await self._edge.compute(len(body), self._tokenize, body))
-
-    def _tokenize(self, body: bytes) -> dict[str, object]:
-        codec, settings = self._edge.codec, self._edge.settings
-        request = parse_tokenize(body)
-        model_name(request.model, settings)
-        text = request.prompt if request.prompt is not None else render_chat(request, codec)
-        add_special = request.add_special_tokens
-        if add_special is None:
-            add_special = request.prompt is not None
-        tokens = codec.encode(text, add_special)
-        strings = [codec.token_text(token_id) for token_id in tokens] if request.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": settings.max_model_len, "tokens": tokens, "token_strs": strings}
-
-    async def detokenize(self, request: Request) -> Response:
-        body = await read_body(request.scope, request.receive, self._edge.settings.max_body_bytes)
-        return json_response(await self._edge.compute(len(body), self._detokenize, body))
-
-    def _detokenize(self, body: bytes) -> dict[str, object]:
-        request = parse_detokenize(body)
-        model_name(request.model, self._edge.settings)
-        check_vocabulary(request.tokens, self._edge.settings.vocab_size, "tokens")
-        return {"prompt": self._edge.codec.decode(request.tokens, False)}
-
-
-def json_response(value: object, status: int = 200) -> Response:
-    return Response(_encode(value), status, media_type="application/json")
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
     """Errors of the info endpoints and of routing, in the shape of all others."""
     if isinstance(error, ClientGoneError):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
+        if request.method == "OPTIONS" and error.status_code == 405:  # of a page's browser it is answered before
+            return Response(status_code=204, headers=error.headers)
         what = {
             404: f"There is no {request.method} {request.url.path[:200]} here.",
             405: "This path does not allow this method.",
@@ -308,7 +222,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         error = HttpError(error.status_code, what.get(error.status_code, str(error.detail)), code, headers)
-    _log_if_ours(error)
+    log_error(error)
     answer = error_response(error)
     return Response(answer.body, answer.status, answer.headers, media_type="application/json")
 
@@ -332,6 +246,8 @@ def create_app(
         Route("/status", info.status),
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
+        Route("/reset_prefix_cache", info.reset_prefix_cache, methods=["POST"]),
+        Route("/openapi.json", info.openapi),
     ]
     handlers = frozenset(route.path for route in routes)
     middleware = [Middleware(EdgeMiddleware, edge.metrics, handlers, settings.set_request_id_header)]
@@ -353,7 +269,7 @@ def create_app(
         yield
         edge.threads.shutdown(wait=False, cancel_futures=True)
 
-    known = (ShoalError, HttpError, HTTPException, ClientGoneError, Exception)
+    known = (ShoalError, HttpError, HTTPException, ClientGoneError)  # anything else: the middleware
     return Starlette(
         routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(known, _on_error), lifespan=lifespan
     )

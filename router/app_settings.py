@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
@@ -28,6 +30,13 @@ class AppSettings(BaseModel):
     default_temperature: float = Field(1.0, ge=0, le=2, description="Temperature where the request names none.")
     default_top_p: float = Field(1.0, gt=0, le=1, description="top_p where the request names none.")
     default_top_k: int = Field(0, ge=0, description="top_k where the request names none; 0: off.")
+    default_min_p: float = Field(0.0, ge=0, le=1, description="min_p where the request names none.")
+    default_repetition_penalty: float = Field(
+        1.0, ge=0.01, le=100, description="repetition_penalty where the request names none; 1: off."
+    )
+    policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="Order of waiting requests; with fcfs a request that names a priority is refused."
+    )
     default_max_tokens: int = Field(
         16, ge=1, description="Output tokens of a completion that names no limit, as OpenAI does."
     )
@@ -37,6 +46,13 @@ class AppSettings(BaseModel):
         description="Bodies up to this length are parsed and tokenized on the event loop; longer ones in a thread.",
     )
     num_tokenizer_threads: int = Field(2, ge=1, description="Threads for long bodies.")
+    max_pending_body_bytes: int = Field(
+        256 << 20,
+        ge=0,
+        description="Most bytes of long bodies that are read, wait for a thread or are in one; more are answered 503.",
+    )
+    body_timeout_s: float = Field(60.0, gt=0, description="How long a body may take to arrive; then 408.")
+    admin_endpoints: bool = Field(False, description="Whether POST /reset_prefix_cache is there.")
     metrics_prefix: str = Field("vllm:", description="In front of metric names; vLLM's, so that its dashboards work.")
     router_name: str = Field("", description="Label `router` of every metric of this process.")
     set_request_id_header: bool = Field(True, description="Off under Ray Serve, whose proxy adds X-Request-Id itself.")

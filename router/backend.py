@@ -31,7 +31,7 @@ class TokenEvent(msgspec.Struct, frozen=True, gc=False):
     logprobs: list[TokenLogprobs] = []
     #: with the first event of a sequence that asked for them: prompt positions 1, 2, ...
     prompt_logprobs: list[TokenLogprobs] = []
-    #: with the finish reason: where the time went on the last replica
+    #: with the first token as far as known, and with the finish reason: where the time went on the last replica
     stages: Stages | None = None
 
 
@@ -84,6 +84,13 @@ class Backend(Protocol):
 
     def load(self) -> int:
         """Requests in this router: held or accepted, and not ended."""
+        ...
+
+    async def reset_prefix_cache(self, timeout_s: float) -> int:
+        """Have every replica forget its cached prefixes; how many that were.
+
+        Raises `NoReplicaError`, or `DeadlineExceededError` that names who did not answer within `timeout_s`.
+        """
         ...
 
     def metrics_text(self) -> bytes:

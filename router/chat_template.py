@@ -16,12 +16,14 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
+import msgspec
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from replica.errors import InvalidRequestError, ModelLoadError
+from router.tool_plan import facts_of
 
 #: Names the template gets from us: a client may not set them through `chat_template_kwargs`.
 RESERVED_NAMES = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
@@ -59,13 +61,17 @@ def _to_json(
 
 
 class ChatTemplate:
-    """A compiled chat template. Raises `ModelLoadError` when the source is no valid template."""
+    """A compiled chat template. Raises `ModelLoadError` when the source is no valid template.
+
+    `added_tokens`: text of each added token of the vocabulary -> whether it is special.
+    """
 
     def __init__(
         self,
         source: str,
         special_tokens: Mapping[str, str] | None = None,
         now: Callable[[], datetime] = datetime.now,
+        added_tokens: Mapping[str, bool] | None = None,
     ) -> None:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
@@ -79,6 +85,8 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise ModelLoadError(f"The chat template cannot be compiled: {error}.") from error
+        #: what the template and the vocabulary know of tools and thoughts
+        self.facts = msgspec.structs.replace(facts_of(source, added_tokens), takes_system=self._takes_system())
 
     def render(
         self,
@@ -86,8 +94,10 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Prompt text for `messages` (each with `role` and a string `content`).
+        """Prompt text for `messages` (each with `role` and a string `content`). `tools` is the template's variable of
+        that name, which it may not know: `tool_plan.plan_tools` decides.
 
         Raises `InvalidRequestError` when the template refuses or cannot render them.
         """
@@ -103,7 +113,7 @@ class ChatTemplate:
             last = dict(given[-1])
             last["content"] = last["content"] + _END_MARKER
             given[-1] = last
-        text = self._render(given, add_generation_prompt and not continue_final_message, kwargs)
+        text = self._render(given, add_generation_prompt and not continue_final_message, kwargs, tools)
         if not continue_final_message:
             return text
         cut = text.rfind(_END_MARKER)
@@ -114,12 +124,27 @@ class ChatTemplate:
             )
         return text[:cut]
 
-    def _render(self, messages: list[Mapping[str, Any]], add_generation_prompt: bool, kwargs: dict[str, Any]) -> str:
+    def _takes_system(self) -> bool:
+        """Whether a system message comes out. Found by trying: templates refuse it or leave it out in many ways."""
+        mark = "probe"
+        messages = [{"role": "system", "content": mark}, {"role": "user", "content": "x"}]
+        try:
+            return mark in self._render(messages, True, {}, None)
+        except InvalidRequestError:
+            return False
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        kwargs: dict[str, Any],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str:
         names = {
             **self._special_tokens,
             **kwargs,
             "messages": messages,
-            "tools": None,
+            "tools": None if tools is None else list(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
         }

@@ -46,8 +46,18 @@ class Choice:
         self.finish_reason: FinishReason | None = None
         #: the stop string or stop token id that ended the choice; None for eos and length
         self.stop_reason: str | int | None = None
-        #: True when a stop string ended it: the replica does not know and must be told
+        #: True when it was ended here (a stop string): the replica does not know and must be told
         self.stopped_here = False
+
+    @property
+    def num_held_chars(self) -> int:
+        """Characters that wait because they may become a stop string."""
+        return self._filter.num_held_chars if self._filter is not None else 0
+
+    def end_without_output(self, finish_reason: FinishReason | None) -> None:
+        """The choice was only about its prompt: what was generated with it is dropped (max_tokens 0)."""
+        self.finish_reason = FinishReason.LENGTH
+        self.stopped_here = finish_reason is None
 
     def push(self, token_ids: list[int], finish_reason: FinishReason | None, stop_reason: int | None) -> str:
         """Take one step's tokens, return the text that may be shown now."""

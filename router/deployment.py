@@ -79,6 +79,8 @@ def _complete(settings: Mapping[str, Any], tokenizer: Tokenizer) -> AppSettings:
         ("default_temperature", defaults.temperature),
         ("default_top_p", defaults.top_p),
         ("default_top_k", defaults.top_k),
+        ("default_min_p", defaults.min_p),
+        ("default_repetition_penalty", defaults.repetition_penalty),
     ):
         if value is not None:
             filled.setdefault(name, value)

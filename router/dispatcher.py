@@ -18,7 +18,7 @@ import math
 
 import msgspec
 
-from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from replica.messages import FINAL_REFUSALS, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.placement import Policy
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 
@@ -167,7 +167,7 @@ class Dispatcher:
         if caps and num_sequences > max(caps):
             self._forget(request_id)
             why = f"{num_sequences} sequences in one request, but the queue of a replica holds at most {max(caps)}"
-            return [Refuse(request_id, RefusalReason.NEVER_FITS, 0.0, why)]
+            return [Refuse(request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why)]
         return self._place_or_hold(request, now)
 
     def progressed(self, request_id: RequestId) -> None:
@@ -204,7 +204,7 @@ class Dispatcher:
             request.held_until = None
             return []
         request.replica_id = None
-        if refusal is RefusalReason.NEVER_FITS and not request.has_begun:
+        if refusal in FINAL_REFUSALS and not request.has_begun:
             self._forget(request_id)
             return [Refuse(request_id, refusal, 0.0, message)]
         view = self.views[replica_id]

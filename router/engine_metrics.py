@@ -1,27 +1,39 @@
-"""ASYNC. Prometheus text for what replicas tell: vLLM's names where vLLM has the figure, `shoal_` for ours.
+"""ASYNC. Prometheus text for what replicas tell: vLLM's names where vLLM has the figure, `shoal_` for ours. What each
+means: `docs/metrics.md`.
 
 Counters come from the replicas, so every router exports the same ones; only the router's own carry a router label.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replica.messages import ReplicaLoad
+from replica.messages import STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad
 from router.dispatcher import Dispatcher
+
+#: what each replica told Serve of itself when it came up
+Metadata = Mapping[ReplicaId, Mapping[str, str]]
+
+_NUM_PROMPT_TOKENS, _NUM_CACHED = "prompt_tokens", "cached_prompt_tokens"
+
+
+def _waiting(load: ReplicaLoad) -> int:
+    return load.num_queued + load.num_returning
+
+
+def _deferred(load: ReplicaLoad) -> float:
+    """Waiting for something else than room: a grammar that is being compiled."""
+    return load.counters.get("waiting_for_grammar", 0)
+
 
 #: metric name, help text, how to read it from a load
 _GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
     ("vllm:num_requests_running", "Sequences in the running batch.", lambda load: load.num_running),
-    (
-        "vllm:num_requests_waiting",
-        "Sequences queued or returning at the replica.",
-        lambda load: load.num_queued + load.num_returning,
-    ),
+    ("vllm:num_requests_waiting", "Sequences queued or returning at the replica.", _waiting),
     (
         "vllm:kv_cache_usage_perc",
         "Referenced KV blocks over all blocks, 0 to 1; cached-but-free blocks are not usage.",
@@ -46,25 +58,58 @@ _COUNTERS = (
     ("vllm:num_preemptions", "Running sequences put back to waiting.", "preemptions"),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", "prefix_cache_queries"),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits"),
+    ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", _NUM_CACHED),
     ("shoal_recomputed_tokens", "Tokens computed again after a preemption.", "recomputed_tokens"),
     ("shoal_evictions", "Cached blocks reused for other content.", "evictions"),
-    ("shoal_engine_prompt_tokens", "Prompt tokens of scheduled sequences.", "prompt_tokens"),
+    ("shoal_prefix_cache_resets", "Times the prefix cache was emptied on request.", "prefix_cache_resets"),
+    ("shoal_engine_prompt_tokens", "Prompt tokens of scheduled sequences.", _NUM_PROMPT_TOKENS),
     ("shoal_engine_generation_tokens", "Tokens sampled.", "generation_tokens"),
     ("shoal_refused_submissions", "Submissions the replica refused.", "refused"),
+)
+#: metric name, kind, help text, label and how to read the value of each of its values
+_BY_LABEL: tuple[
+    tuple[
+        str,
+        type[GaugeMetricFamily] | type[CounterMetricFamily],
+        str,
+        str,
+        tuple[tuple[str, Callable[[ReplicaLoad], float]], ...],
+    ],
+    ...,
+] = (
+    (
+        "vllm:num_requests_waiting_by_reason",
+        GaugeMetricFamily,
+        "Waiting sequences: for room, or deferred until a grammar is compiled.",
+        "reason",
+        (("capacity", lambda load: _waiting(load) - _deferred(load)), ("deferred", _deferred)),
+    ),
+    (
+        "vllm:prompt_tokens_by_source",
+        CounterMetricFamily,
+        "Prompt tokens of scheduled sequences, computed or found in the prefix cache.",
+        "source",
+        (
+            (
+                "local_compute",
+                lambda load: load.counters.get(_NUM_PROMPT_TOKENS, 0) - load.counters.get(_NUM_CACHED, 0),
+            ),
+            ("local_cache_hit", lambda load: load.counters.get(_NUM_CACHED, 0)),
+        ),
+    ),
 )
 
 
 class _Collector(Collector):
-    def __init__(self, dispatcher: Dispatcher, model_name: str, router_id: str) -> None:
+    def __init__(self, dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str) -> None:
         self._dispatcher = dispatcher
+        self._metadata = metadata
         self._model_name = model_name
         self._router_id = router_id
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
-        loads: list[tuple[list[str], ReplicaLoad]] = [
-            ([self._model_name, view.replica_id], view.load) for view in self._dispatcher.views.values()
-        ]
+        loads = [([self._model_name, str(view.replica_id)], view.load) for view in self._dispatcher.views.values()]
         for name, text, read in _GAUGES:
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for values, load in loads:
@@ -75,13 +120,51 @@ class _Collector(Collector):
             for values, load in loads:
                 counter.add_metric(values, load.counters.get(key, 0))
             yield counter
+        for name, kind, text, label, parts in _BY_LABEL:
+            family = kind(name, text, labels=[*labels, label])
+            for values, load in loads:
+                for value, read in parts:
+                    family.add_metric([*values, value], read(load))
+            yield family
+        yield _step_tokens(loads)
+        yield self._cache_config()
         held = GaugeMetricFamily("shoal_held_requests", "Requests this router holds.", labels=["model_name", "router"])
         held.add_metric([self._model_name, self._router_id], self._dispatcher.num_held)
         yield held
 
+    def _cache_config(self) -> Metric:
+        names = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens", "enable_prefix_caching")
+        info = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "Always 1; the labels describe the KV cache of a replica.",
+            labels=["model_name", "engine", *names],
+        )
+        for view in self._dispatcher.views.values():
+            told = self._metadata.get(view.replica_id, {})
+            block_size = told.get("block_size", "")
+            num_blocks = view.load.num_blocks
+            num_tokens = str(num_blocks * int(block_size)) if block_size else ""
+            values = [block_size, str(num_blocks), num_tokens, told.get("enable_prefix_caching", "")]
+            info.add_metric([self._model_name, str(view.replica_id), *values], 1)
+        return info
 
-def render_metrics(dispatcher: Dispatcher, model_name: str, router_id: str) -> bytes:
+
+def _step_tokens(loads: list[tuple[list[str], ReplicaLoad]]) -> Metric:
+    histogram = HistogramMetricFamily(
+        "vllm:iteration_tokens_total", "Tokens in a step, prompt and decode.", labels=["model_name", "engine"]
+    )
+    for values, load in loads:
+        counts = load.step_token_counts or [0] * (len(STEP_TOKEN_BOUNDS) + 1)
+        buckets, so_far = [], 0
+        for bound, count in zip([*map(str, map(float, STEP_TOKEN_BOUNDS)), "+Inf"], counts, strict=True):
+            so_far += count
+            buckets.append((bound, float(so_far)))
+        histogram.add_metric(values, buckets, load.counters.get("scheduled_tokens", 0))
+    return histogram
+
+
+def render_metrics(dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str) -> bytes:
     """Prometheus text format."""
     registry = CollectorRegistry()
-    registry.register(_Collector(dispatcher, model_name, router_id))
+    registry.register(_Collector(dispatcher, metadata, model_name, router_id))
     return generate_latest(registry)

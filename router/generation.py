@@ -12,16 +12,14 @@ import msgspec
 
 from replica.errors import EngineError
 from replica.messages import FinishReason
-from router.backend import GenerationStream, TokenEvent
+from router.answer import Answer, Delta
+from router.answer_parts import delta_object, message_object
+from router.backend import TokenEvent
 from router.choice import Choice
-from router.http_metrics import RequestRecord
-from router.openai_api import ChatRequest
-from router.prepare import PreparedRequest, TextCodec
-from router.sse import DONE, ChunkEncoder, usage_object
+from router.message_parts import MessageDelta
+from router.sse import DONE, ChunkEncoder
 
 _encode = msgspec.json.Encoder().encode
-#: (choice, text that may be shown now, token ids counted)
-Delta = tuple[Choice, str, list[int]]
 
 
 class NothingToGenerate:
@@ -40,81 +38,6 @@ class NothingToGenerate:
         """Nothing runs."""
 
 
-class Answer:
-    """All choices of one request while their tokens arrive."""
-
-    def __init__(
-        self, prepared: PreparedRequest, codec: TextCodec, stream: GenerationStream, record: RequestRecord
-    ) -> None:
-        request = prepared.request
-        self.prepared = prepared
-        self.record = record
-        self._stream = stream
-        self._num_unfinished = prepared.num_choices
-        self.choices = [
-            Choice(
-                index,
-                codec.detokenizer(request.skip_special_tokens),
-                request.stop,
-                request.include_stop_str_in_output,
-                request.min_tokens,
-            )
-            for index in range(prepared.num_choices)
-        ]
-
-    @property
-    def is_complete(self) -> bool:
-        return self._num_unfinished == 0
-
-    def take(self, events: list[TokenEvent], now_s: float) -> list[Delta]:
-        """One step's events. Events of a finished choice are dropped: they were under way when it was ended.
-
-        Raises `EngineError` when a replica gave a sequence up.
-        """
-        deltas: list[Delta] = []
-        for event in events:
-            choice = self.choices[event.index]
-            if choice.finish_reason is not None:
-                continue
-            reason = event.finish_reason
-            if reason is not None and reason is not FinishReason.STOP and reason is not FinishReason.LENGTH:
-                raise EngineError(
-                    f"The server gave up on this request before it was complete (finish reason {reason.value!r})."
-                )
-            before = choice.num_tokens
-            if not before:
-                choice.num_cached_tokens = event.num_cached_tokens
-            text = choice.push(event.token_ids, reason, event.stop_reason)
-            num_new = choice.num_tokens - before
-            self.record.tokens(choice.index, num_new, now_s)
-            if choice.finish_reason is not None:
-                self._num_unfinished -= 1
-                if choice.stopped_here and reason is None:
-                    self._stream.finish(choice.index)
-            deltas.append((choice, text, event.token_ids[:num_new]))
-        return deltas
-
-    def usage(self) -> dict[str, object]:
-        """Each prompt counts once, with the cached tokens of its first sample."""
-        n = self.prepared.request.n
-        return usage_object(
-            self.prepared.num_prompt_tokens,
-            sum(choice.num_tokens for choice in self.choices),
-            sum(choice.num_cached_tokens for choice in self.choices[::n]),
-        )
-
-    def echo_text(self, choice: Choice) -> str:
-        texts = self.prepared.echo_texts
-        return texts[choice.index // self.prepared.request.n] if texts else ""
-
-    def check_complete(self) -> None:
-        """After the stream's end. Raises `EngineError` when a choice never finished: a short text must not look
-        whole.
-        """
-        if not self.is_complete:
-            raise EngineError("The server ended this request before it was complete.")
-
-
 async def first_events(steps: AsyncIterator[list[TokenEvent]]) -> list[TokenEvent]:
     """Wait for the first step of the request: only after it may a status line go out. Raises what the stream raises."""
     events = await anext(steps, None)
@@ -127,110 +50,117 @@ async def whole_answer(
     answer: Answer, first: list[TokenEvent], steps: AsyncIterator[list[TokenEvent]], clock: Callable[[], float]
 ) -> bytes:
     """The JSON body of a request without `stream`."""
-    texts: list[list[str]] = [[answer.echo_text(choice)] for choice in answer.choices]
-    token_ids: list[list[int]] = [[] for _ in answer.choices]
+    texts: list[list[str]] = [[] for _ in answer.choices]
     events: list[TokenEvent] | None = first
     while events is not None:
-        for choice, text, ids in answer.take(events, clock()):
+        for choice, text in answer.take(events, clock()):
             texts[choice.index].append(text)
-            token_ids[choice.index] += ids
+        if answer.prompts:
+            await answer.write_prompts()
         events = None if answer.is_complete else await anext(steps, None)
     answer.check_complete()
     prepared = answer.prepared
-    make = _chat_choice if prepared.is_chat else _completion_choice
     body: dict[str, object] = {
         "id": prepared.response_id,
         "object": "chat.completion" if prepared.is_chat else "text_completion",
         "created": prepared.created_s,
         "model": prepared.model,
-        "choices": [
-            make(answer, choice, "".join(texts[choice.index]), token_ids[choice.index]) for choice in answer.choices
-        ],
+        "choices": [_whole_choice(answer, choice, "".join(texts[choice.index])) for choice in answer.choices],
         "usage": answer.usage(),
     }
-    if prepared.request.return_token_ids and prepared.is_chat:
-        body["prompt_token_ids"] = prepared.prompts[0]
+    if prepared.is_chat:
+        if prepared.request.return_token_ids:
+            body["prompt_token_ids"] = prepared.prompts[0]
+        if prepared.request.prompt_logprobs is not None:
+            body["prompt_logprobs"] = answer.parts[0].take_prompt_logprobs()
     return _encode(body)
 
 
-def _ending(choice: Choice) -> dict[str, object]:
-    return {"logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-
-
-def _chat_choice(answer: Answer, choice: Choice, text: str, token_ids: list[int]) -> dict[str, object]:
-    message = {"role": "assistant", "content": text, "refusal": None}
-    result: dict[str, object] = {"index": choice.index, "message": message, **_ending(choice)}
-    if answer.prepared.request.return_token_ids:
-        result["token_ids"] = token_ids
-    return result
-
-
-def _completion_choice(answer: Answer, choice: Choice, text: str, token_ids: list[int]) -> dict[str, object]:
-    prepared = answer.prepared
-    result: dict[str, object] = {"index": choice.index, "text": text, **_ending(choice)}
-    if prepared.request.return_token_ids:
-        result["token_ids"] = token_ids
-        result["prompt_token_ids"] = prepared.prompts[choice.index // prepared.request.n]
+def _whole_choice(answer: Answer, choice: Choice, text: str) -> dict[str, object]:
+    """An entry of `choices`."""
+    prepared, request = answer.prepared, answer.prepared.request
+    parts = answer.parts[choice.index] if answer.parts else None
+    result: dict[str, object] = {"index": choice.index}
+    if prepared.is_chat:
+        message = parts.take_message() if parts is not None else MessageDelta(text)
+        result["message"] = message_object(message, prepared.reply.splits_reasoning)
+    else:
+        result["text"] = parts.take_text() if parts is not None else text
+    result["logprobs"] = parts.take_logprobs() if parts is not None else None
+    result["finish_reason"] = answer.finish_reason(choice)
+    result["stop_reason"] = choice.stop_reason
+    if parts is not None and request.return_token_ids:
+        result["token_ids"] = parts.take_token_ids()
+        if not prepared.is_chat:
+            result["prompt_token_ids"] = prepared.prompts[choice.index // request.n]
+    if parts is not None and request.prompt_logprobs is not None and not prepared.is_chat:
+        result["prompt_logprobs"] = parts.take_prompt_logprobs()
     return result
 
 
 class _ChunkWriter:
-    """What a request's chunks carry beside text: role, echo, token ids, running usage. One step in, bytes of one
-    write out.
-    """
+    """One step in, bytes of one write out."""
 
     def __init__(self, answer: Answer) -> None:
         request = answer.prepared.request
         options = request.stream_options
         self._answer = answer
         self._encoder = ChunkEncoder(answer.prepared)
-        self._with_ids = request.return_token_ids
         self._running_usage = options is not None and options.include_usage and options.continuous_usage_stats
         self._final_usage = options is not None and options.include_usage
-        self._plain = not (self._with_ids or self._running_usage or answer.prepared.echo_texts)
-        self._waiting_ids: list[list[int]] = [[] for _ in answer.choices] if self._with_ids else []
         self._begun = [False] * len(answer.choices)
+
+    def _usage(self) -> dict[str, object] | None:
+        return self._answer.usage() if self._running_usage else None
 
     def opening(self) -> bytes:
         """Role chunks of a chat; nothing for a completion."""
-        if not isinstance(self._answer.prepared.request, ChatRequest):
+        prepared = self._answer.prepared
+        if not prepared.is_chat:
             return b""
-        extra: dict[str, object] | None = None
-        if self._with_ids:
-            extra = {"prompt_token_ids": self._answer.prepared.prompts[0]}
-        usage = self._answer.usage() if self._running_usage else None
-        return b"".join(self._encoder.role(choice.index, extra, usage) for choice in self._answer.choices)
+        extra: dict[str, object] = {}
+        if prepared.request.return_token_ids:
+            extra["prompt_token_ids"] = prepared.prompts[0]
+        usage = self._usage()
+        if usage is not None:
+            extra["usage"] = usage
+        return b"".join([self._encoder.role(choice.index, extra) for choice in self._answer.choices])
 
     def step(self, deltas: list[Delta]) -> bytes:
-        """Chunks of one step; b"" when no text came out of it."""
-        if self._plain:
-            encoder = self._encoder
-            return b"".join(
-                [
-                    encoder.text(choice.index, text) if choice.finish_reason is None else encoder.full(choice, text)
-                    for choice, text, _ in deltas
-                    if text or choice.finish_reason is not None
-                ]
-            )
-        return b"".join([self._rich(*delta) for delta in deltas])
+        """Chunks of one step; b"" when nothing to read came out of it."""
+        encoder = self._encoder
+        if self._answer.parts:
+            return b"".join([self._from_parts(choice) for choice, _ in deltas])
+        return b"".join(
+            [
+                encoder.text(choice.index, text) if choice.finish_reason is None else encoder.end(choice, text)
+                for choice, text in deltas
+                if text or choice.finish_reason is not None
+            ]
+        )
 
-    def _rich(self, choice: Choice, text: str, token_ids: list[int]) -> bytes:
-        index, n = choice.index, self._answer.prepared.request.n
-        is_first = not self._begun[index]
-        if is_first:
-            text = self._answer.echo_text(choice) + text
-        if self._with_ids:
-            self._waiting_ids[index] += token_ids
-        if not text and choice.finish_reason is None:
+    def _from_parts(self, choice: Choice) -> bytes:
+        prepared = self._answer.prepared
+        parts = self._answer.parts[choice.index]
+        has_ended = choice.finish_reason is not None
+        if not (has_ended or parts.has_news):
             return b""
-        self._begun[index] = True
-        extra: dict[str, object] = {}
-        if self._with_ids:
-            extra["token_ids"] = self._waiting_ids[index]
-            self._waiting_ids[index] = []
-            if is_first and not self._answer.prepared.is_chat:
-                extra["prompt_token_ids"] = self._answer.prepared.prompts[index // n]
-        return self._encoder.full(choice, text, extra, self._answer.usage() if self._running_usage else None)
+        fields: dict[str, object] = {"index": choice.index}
+        if prepared.is_chat:
+            fields["delta"] = delta_object(parts.take_message())
+        else:
+            fields["text"] = parts.take_text()
+        fields["logprobs"] = parts.take_logprobs()
+        fields["finish_reason"] = self._answer.finish_reason(choice)
+        if has_ended:
+            fields["stop_reason"] = choice.stop_reason
+        if prepared.request.return_token_ids:
+            fields["token_ids"] = parts.take_token_ids()
+        if not self._begun[choice.index]:
+            self._begun[choice.index] = True
+            if prepared.request.return_token_ids and not prepared.is_chat:
+                fields["prompt_token_ids"] = prepared.prompts[choice.index // prepared.request.n]
+        return self._encoder.chunk(fields, self._usage())
 
     def ending(self) -> bytes:
         """After the last choice has finished."""
@@ -240,12 +170,15 @@ class _ChunkWriter:
 async def streamed_answer(
     answer: Answer, first: list[TokenEvent], steps: AsyncIterator[list[TokenEvent]], clock: Callable[[], float]
 ) -> AsyncIterator[bytes]:
-    """Bytes of the event stream: at most one item per engine step, however many choices it advanced."""
+    """Bytes of the event stream: at most one item per list of `steps`, however many choices it advanced."""
     writer = _ChunkWriter(answer)
     begin = writer.opening()
     events: list[TokenEvent] | None = first
     while events is not None:
-        data = begin + writer.step(answer.take(events, clock()))
+        deltas = answer.take(events, clock())
+        if answer.prompts:
+            await answer.write_prompts()
+        data = begin + writer.step(deltas)
         begin = b""
         if answer.is_complete:
             yield data + writer.ending()

@@ -22,7 +22,9 @@ from replica.errors import (
     QueueFullError,
     RefusedError,
     ReplicaLostError,
+    RouterBusyError,
     ShoalError,
+    TooManySequencesError,
     UnknownModelError,
 )
 
@@ -45,10 +47,12 @@ RULES: dict[type[ShoalError], ErrorRule] = {
     ShoalError: ErrorRule(500, SERVER_ERROR, "internal_error"),
     InvalidRequestError: ErrorRule(400, INVALID_REQUEST, None),
     NeverFitsError: ErrorRule(400, INVALID_REQUEST, "context_length_exceeded"),
+    TooManySequencesError: ErrorRule(400, INVALID_REQUEST, "too_many_sequences"),
     UnknownModelError: ErrorRule(404, INVALID_REQUEST, "model_not_found"),
     RefusedError: ErrorRule(503, UNAVAILABLE, "refused"),
     QueueFullError: ErrorRule(503, UNAVAILABLE, "queue_full"),
     NoReplicaError: ErrorRule(503, UNAVAILABLE, "no_replica"),
+    RouterBusyError: ErrorRule(503, UNAVAILABLE, "router_busy"),
     DeadlineExceededError: ErrorRule(504, "timeout_error", "deadline_exceeded"),
     ReplicaLostError: ErrorRule(502, SERVER_ERROR, "replica_lost"),
     EngineError: ErrorRule(500, SERVER_ERROR, "engine_error"),

@@ -1,5 +1,5 @@
-"""ASYNC. What surrounds every endpoint, as plain ASGI: request id, request counting, API keys; and bodies read with a
-limit.
+"""ASYNC. What surrounds every endpoint, as plain ASGI: request id, limits of the head, request counting, API keys, and
+errors that nobody expected.
 """
 
 from __future__ import annotations
@@ -7,26 +7,25 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import logging
 import uuid
 from collections.abc import Coroutine
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.http_errors import ErrorResponse, HttpError, error_response
+from replica.errors import RefusedError, ShoalError
+from router.http_errors import ErrorResponse, HttpError, error_response, rule_of
 from router.http_metrics import HttpMetrics
 
+logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = b"x-request-id"
 MAX_REQUEST_ID_CHARS = 128
-#: A body over the limit is still read up to here before the answer: a client in the middle of an upload would see a
-#: reset, not 413.
-MAX_DISCARDED_BYTES = 64 << 20
+#: longest head of a request: all header names and values together, and the path with its query
+MAX_HEADER_BYTES = 64 << 10
+MAX_TARGET_BYTES = 8 << 10
 #: Probes and scrapers have no key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
-
-
-class ClientGoneError(Exception):
-    """The client went away; there is nobody to answer."""
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -54,8 +53,22 @@ def request_id_of(scope: Scope) -> str:
     return uuid.uuid4().hex
 
 
+def check_head(scope: Scope) -> None:
+    """Raises `HttpError` 431 or 414 for a head that is longer than any client of ours has reason to send."""
+    num_bytes = sum([len(name) + len(value) for name, value in scope["headers"]])
+    if num_bytes > MAX_HEADER_BYTES:
+        message = f"The request headers have {num_bytes} bytes; allowed: {MAX_HEADER_BYTES}."
+        raise HttpError(431, message, "headers_too_large", {"connection": "close"})
+    num_bytes = len(scope["path"]) + len(scope.get("query_string", b""))
+    if num_bytes > MAX_TARGET_BYTES:
+        message = f"The path and its query have {num_bytes} bytes; allowed: {MAX_TARGET_BYTES}."
+        raise HttpError(414, message, "uri_too_long", {"connection": "close"})
+
+
 class EdgeMiddleware:
-    """Outermost: puts `X-Request-Id` on every answer and counts answers by handler, method and status."""
+    """Outermost: puts `X-Request-Id` on every answer, refuses heads that are too long, counts answers by handler,
+    method and status, and turns a mistake of ours into a 500 of the same shape as all errors.
+    """
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, handlers: frozenset[str], set_header: bool) -> None:
         self._app = app
@@ -68,9 +81,12 @@ class EdgeMiddleware:
             await self._app(scope, receive, send)
             return
         id_header = (REQUEST_ID_HEADER, request_id_of(scope).encode("ascii"))
+        has_started = False
 
         async def send_with_id(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 if self._set_header:
                     message["headers"] = [*message.get("headers", ()), id_header]
                 path = route_path(scope)
@@ -80,7 +96,14 @@ class EdgeMiddleware:
                 self._metrics.answered(handler, method, message["status"])
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            check_head(scope)
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            log_error(error)
+            if has_started:
+                raise  # nothing can be said any more: the server closes the connection
+            await send_error(send_with_id, error)
 
 
 class ApiKeyMiddleware:
@@ -115,41 +138,6 @@ class ApiKeyMiddleware:
         digest = hashlib.sha256(key.strip()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return any(matches)
-
-
-async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The request body. Raises `HttpError` 413 above `max_bytes`, before anything is parsed; `ClientGoneError` on a
-    disconnect.
-    """
-    declared = header(scope, b"content-length") or b"0"
-    num_declared = int(declared) if declared.isdigit() and len(declared) < 20 else 0
-    if num_declared > MAX_DISCARDED_BYTES:
-        raise _too_large(max_bytes)
-    parts: list[bytes] = []
-    num_bytes = 0
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGoneError
-        part = message.get("body", b"")
-        num_bytes += len(part)
-        if num_bytes > MAX_DISCARDED_BYTES:
-            raise _too_large(max_bytes)
-        if num_bytes > max_bytes:
-            parts.clear()
-        elif part:
-            parts.append(part)
-        more = message.get("more_body", False)
-    if num_bytes > max_bytes:
-        raise _too_large(max_bytes)
-    return b"".join(parts)
-
-
-def _too_large(max_bytes: int) -> HttpError:
-    return HttpError(
-        413, f"The request body is too large; allowed: {max_bytes} bytes.", "request_too_large", {"connection": "close"}
-    )
 
 
 async def send_bytes(
@@ -191,3 +179,11 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) ->
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def log_error(error: BaseException) -> None:
+    """Only what is neither the client's fault nor expected gets a stack trace."""
+    if not isinstance(error, (ShoalError, HttpError)):
+        logger.error("internal error in the HTTP edge", exc_info=error)
+    elif rule_of(error).status >= 500 and not isinstance(error, RefusedError):
+        logger.warning("request failed: %s", error)

@@ -6,7 +6,15 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 
-from replica.errors import NeverFitsError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
+from replica.errors import (
+    InvalidRequestError,
+    NeverFitsError,
+    NoReplicaError,
+    QueueFullError,
+    ReplicaLostError,
+    ShoalError,
+    TooManySequencesError,
+)
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -16,6 +24,7 @@ from replica.messages import (
     RefusalReason,
     ReplicaId,
     RequestId,
+    ResetDone,
     RouterId,
     SequenceOutput,
     StepOutput,
@@ -24,6 +33,7 @@ from replica.messages import (
     UpMessage,
 )
 from router.backend import Health
+from router.cache_reset import CacheResets
 from router.dispatcher import Dispatch, Dispatcher, Fail, Instruction, Refuse, SendAbort
 from router.engine_metrics import render_metrics
 from router.live_stream import LiveStream
@@ -49,6 +59,7 @@ class LiveBackend:
         self._clients: dict[ReplicaId, ReplicaClient] = {}
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
+        self._resets = CacheResets(lambda replica_id, message: self._clients[replica_id].send(message))
         self._timer: asyncio.TimerHandle | None = None
         self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
         self._closing: set[asyncio.Task[None]] = set()
@@ -85,29 +96,17 @@ class LiveBackend:
         return self.dispatcher.num_requests
 
     def metrics_text(self) -> bytes:
-        return render_metrics(self.dispatcher, self._model_name, self.router_id)
+        return render_metrics(self.dispatcher, self._known, self._model_name, self.router_id)
+
+    async def reset_prefix_cache(self, timeout_s: float) -> int:
+        return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
 
     def status(self) -> dict[str, object]:
         now = self._clock()
-        replicas = []
-        for view in self.dispatcher.views.values():
-            load = view.load
-            replicas.append(
-                {
-                    "replica_id": view.replica_id,
-                    "address": view.address,
-                    "description": self._known.get(view.replica_id, {}).get("description", ""),
-                    "state": "draining" if view.is_draining else "up" if view.is_placeable(now) else "silent",
-                    "queued": load.num_queued,
-                    "queue_cap": load.queue_cap,
-                    "returning": load.num_returning,
-                    "running": load.num_running,
-                    "kv_blocks": load.num_blocks,
-                    "kv_blocks_free": load.num_free_blocks,
-                    "step": load.step,
-                    "counters": load.counters,
-                }
-            )
+        replicas = [
+            _describe(view, self._known.get(view.replica_id, {}).get("description", ""), now)
+            for view in self.dispatcher.views.values()
+        ]
         return {
             "router_id": self.router_id,
             "requests": self.dispatcher.num_requests,
@@ -176,6 +175,8 @@ class LiveBackend:
                 )
             case Draining():
                 self.dispatcher.on_draining(replica_id)
+            case ResetDone(reset_id=reset_id):
+                self._resets.answered(replica_id, reset_id)
 
     def _on_step(self, replica_id: ReplicaId, message: StepOutput, now: float) -> None:
         view = self.dispatcher.views.get(replica_id)
@@ -195,6 +196,13 @@ class LiveBackend:
     def _deliver(self, stream: LiveStream, replica_id: ReplicaId, outputs: list[SequenceOutput], now: float) -> None:
         request_id = stream.request.request_id
         ends = {output.finish_reason for output in outputs}
+        if FinishReason.INVALID in ends:
+            # the client's mistake, found late: it would be the same on any other replica
+            for output in outputs:
+                if output.finish_reason is FinishReason.INVALID and stream.wants(output.index):
+                    self._carry_out(self.dispatcher.abort(request_id))
+                    self._end(request_id, InvalidRequestError(output.message))
+                    return
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
             self.dispatcher.progressed(request_id)
@@ -216,6 +224,7 @@ class LiveBackend:
 
     def _drop_client(self, replica_id: ReplicaId) -> None:
         client = self._clients.pop(replica_id, None)
+        self._resets.gone(replica_id)
         if client is not None:
             task = asyncio.create_task(client.close())
             self._closing.add(task)
@@ -276,9 +285,34 @@ class LiveBackend:
             self._on_time()
 
 
+def _describe(view: ReplicaView, description: str, now: float) -> dict[str, object]:
+    """A replica, for `shoal status`."""
+    load = view.load
+    return {
+        "replica_id": view.replica_id,
+        "address": view.address,
+        "description": description,
+        "state": "draining" if view.is_draining else "up" if view.is_placeable(now) else "silent",
+        "queued": load.num_queued,
+        "queue_cap": load.queue_cap,
+        "returning": load.num_returning,
+        "running": load.num_running,
+        "kv_blocks": load.num_blocks,
+        "kv_blocks_free": load.num_free_blocks,
+        "step": load.step,
+        "counters": load.counters,
+    }
+
+
 def _refusal(instruction: Refuse) -> ShoalError:
-    if instruction.reason is RefusalReason.NEVER_FITS:
-        return NeverFitsError(instruction.message, None)
-    if instruction.reason is RefusalReason.NO_REPLICA:
-        return NoReplicaError(instruction.message, instruction.retry_after_s)
-    return QueueFullError(instruction.message, instruction.retry_after_s)
+    match instruction.reason:
+        case RefusalReason.NEVER_FITS:
+            return NeverFitsError(instruction.message, None)
+        case RefusalReason.TOO_MANY_SEQUENCES:
+            return TooManySequencesError(instruction.message, "n")
+        case RefusalReason.INVALID:
+            return InvalidRequestError(instruction.message)
+        case RefusalReason.NO_REPLICA:
+            return NoReplicaError(instruction.message, instruction.retry_after_s)
+        case _:
+            return QueueFullError(instruction.message, instruction.retry_after_s)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
 from replica.errors import ShoalError
-from replica.messages import GenerateRequest, RequestId, SequenceOutput
+from replica.messages import GenerateRequest, RequestId, SequenceInput, SequenceOutput
 from router.backend import TokenEvent
+from router.event_buffer import EventBuffer
 
 
 class LiveStream:
@@ -29,7 +29,7 @@ class LiveStream:
         self._on_abort = on_abort
         self._emitted: dict[int, list[int]] = {sequence.index: [] for sequence in request.sequences}
         self._unfinished = set(self._emitted)
-        self._events: deque[list[TokenEvent]] = deque()
+        self._events = EventBuffer()
         self._error: ShoalError | None = None
         self._ready = asyncio.Event()
         self._ended = False
@@ -39,12 +39,16 @@ class LiveStream:
         """Every sequence has its finish reason."""
         return not self._unfinished
 
+    def wants(self, index: int) -> bool:
+        """False for a sequence that ended, here or at the replica."""
+        return index in self._unfinished
+
     def to_submit(self, is_returning: bool) -> GenerateRequest:
         """The request as the next replica must see it: the unfinished sequences with their output so far."""
         if not is_returning:
             return self.request
         sequences = [
-            msgspec.structs.replace(sequence, output_token_ids=self._emitted[sequence.index].copy())
+            _continued(sequence, self._emitted[sequence.index])
             for sequence in self.request.sequences
             if sequence.index in self._unfinished
         ]
@@ -72,7 +76,7 @@ class LiveStream:
                 )
             )
         if events:
-            self._events.append(events)
+            self._events.push(events)
             self._ready.set()
 
     def fail(self, error: ShoalError) -> None:
@@ -89,7 +93,7 @@ class LiveStream:
     async def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
         while True:
             while self._events:
-                yield self._events.popleft()
+                yield self._events.pop()
             if self._error is not None:
                 raise self._error
             if not self._unfinished:
@@ -108,3 +112,11 @@ class LiveStream:
         if not self._ended:
             self._ended = True
             self._on_abort(self.request.request_id)
+
+
+def _continued(sequence: SequenceInput, emitted: list[int]) -> SequenceInput:
+    """With the output so far. Logprobs of the prompt came with the first output and are not asked for again."""
+    sampling = sequence.sampling
+    if emitted and sampling.num_prompt_logprobs is not None:
+        sampling = msgspec.structs.replace(sampling, num_prompt_logprobs=None)
+    return msgspec.structs.replace(sequence, output_token_ids=emitted.copy(), sampling=sampling)

@@ -1,33 +1,40 @@
-"""PURE. A checked request to what the replicas get: prompts as token ids, sampling parameters, seeds.
+"""PURE. A checked request to what the replicas get: prompts as token ids, sampling parameters, seeds, a grammar.
 
 `check_request` is cheap and comes first: everything that can be refused without tokenizing (model name, counts,
-vocabulary). `prepare` does the work and may run in a thread. Prompt + max_tokens beyond the context is clipped, as
-vLLM does; a prompt that leaves no room for a token is refused with both numbers, and so is a
-max_tokens that is alone above the context.
+vocabulary). `prepare` does the work and may run in a thread (`needs_thread`). Prompt + max_tokens beyond the context is
+clipped, as vLLM does; a prompt that leaves no room for a token is refused with both numbers, unless
+`truncate_prompt_tokens` cuts it, and so is a max_tokens that is alone above the context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from replica.errors import InvalidRequestError, NeverFitsError, UnknownModelError
-from replica.messages import GenerateRequest, RequestId, SamplingParams, SequenceInput
+from replica.messages import MAX_MESSAGE_BYTES, GenerateRequest, RequestId, SamplingParams, SequenceInput
 from router.app_settings import AppSettings
 from router.detokenizer import Detokenizer
-from router.openai_api import ChatOrCompletion, ChatRequest, CompletionRequest, short
+from router.message_parts import ReplyPlan
+from router.openai_api import ChatOrCompletion, ChatRequest, CompletionRequest, TokenizeRequest
+from router.sampling import num_prompt_logprobs, resolved, sequence_seed
+from router.sentences import short
+from router.structured import check_grammar, grammar_of
+from router.tool_plan import TemplateFacts, ToolPlan, ToolRequest, plan_tools
 
-_MASK64 = (1 << 64) - 1
-#: Below this a temperature means greedy; from here to 0.01 it is lifted to 0.01, where the logits still divide
-#: without overflow.
-GREEDY_BELOW = 1e-5
-LOWEST_TEMPERATURE = 0.01
+#: tokenizing so many bad words (twice each, with and without a space) takes about 1 ms
+MAX_BAD_WORDS_ON_LOOP = 16
+#: of a token id on the wire, at most
+_BYTES_PER_ID = 5
 
 
 class ChatRenderer(Protocol):
     """What `prepare` needs of a chat template."""
+
+    @property
+    def facts(self) -> TemplateFacts: ...
 
     def render(
         self,
@@ -35,6 +42,7 @@ class ChatRenderer(Protocol):
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
+        tools: Sequence[dict[str, Any]] | None = None,
     ) -> str: ...
 
 
@@ -53,6 +61,8 @@ class TextCodec(Protocol):
 
     def token_text(self, token_id: int) -> str | None: ...
 
+    def token_bytes(self, token_id: int) -> bytes | None: ...
+
     def detokenizer(self, skip_special_tokens: bool = True) -> Detokenizer: ...
 
 
@@ -70,6 +80,13 @@ class PreparedRequest(msgspec.Struct, frozen=True):
     generate: GenerateRequest
     #: text in front of each prompt's output (`echo`), else empty
     echo_texts: list[str]
+    #: how to read the text of a chat answer
+    reply: ReplyPlan = ReplyPlan()
+    tool_request: ToolRequest | None = None
+    #: `max_tokens` 0 with logprobs: a replica has to compute the prompt, and the one token it then samples is not told
+    drops_output: bool = False
+    #: special tokens are markers that the parsers of the answer need
+    shows_special_tokens: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -122,12 +139,26 @@ def check_request(request: ChatOrCompletion, settings: AppSettings) -> int:
             f"{field} is {limit}, above the model's context of {settings.max_model_len} tokens; allowed: at most that.",
             field,
         )
-    check_vocabulary(request.stop_token_ids, settings.vocab_size, "stop_token_ids")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_vocabulary(getattr(request, name), settings.vocab_size, name)
+    check_vocabulary(list(request.logit_bias), settings.vocab_size, "logit_bias")
+    if request.priority and settings.policy != "priority":
+        raise InvalidRequestError(
+            f"priority is {request.priority}, but requests are served in the order of their arrival here; allowed: 0.",
+            "priority",
+        )
+    if (request.truncate_prompt_tokens or 0) > settings.max_model_len:
+        raise InvalidRequestError(
+            f"truncate_prompt_tokens is {request.truncate_prompt_tokens}, above the model's context of "
+            f"{settings.max_model_len} tokens; allowed: at most that.",
+            "truncate_prompt_tokens",
+        )
     if isinstance(request, CompletionRequest):
         for prompt in request.prompt:
             if isinstance(prompt, list):
                 check_vocabulary(prompt, settings.vocab_size, "prompt")
-                _check_length(len(prompt), settings.max_model_len, "prompt")
+                if request.truncate_prompt_tokens is None:
+                    _check_length(len(prompt), settings.max_model_len, "prompt")
     return num_sequences
 
 
@@ -145,7 +176,8 @@ def _check_length(num_tokens: int, max_model_len: int, param: str, at_least: boo
     if num_tokens >= max_model_len:
         raise NeverFitsError(
             f"The prompt has {'at least ' if at_least else ''}{num_tokens} tokens, "
-            f"but the model's context is {max_model_len} tokens "
+            # litellm knows an overflow by these words of OpenAI's: "this model's maximum context length is"
+            f"but this model's maximum context length is {max_model_len} tokens "
             f"and the output needs at least 1 of them.",
             param,
         )
@@ -158,6 +190,22 @@ def _asked_max_tokens(request: ChatOrCompletion) -> tuple[int | None, str]:
     return request.max_tokens, "max_tokens"
 
 
+def needs_thread(request: ChatOrCompletion) -> bool:
+    """Whether `prepare` may take longer than a millisecond or two although the body is short."""
+    has_tools = isinstance(request, ChatRequest) and request.tool_request is not None
+    return request.constraint is not None or has_tools or len(request.bad_words) > MAX_BAD_WORDS_ON_LOOP
+
+
+class _Prompts(NamedTuple):
+    """What a request is to the model: one entry a prompt."""
+
+    token_ids: list[list[int]]
+    #: in front of the answer, or empty
+    echo_texts: list[str]
+    grammar: str = ""
+    plan: ToolPlan | None = None
+
+
 def prepare(
     request: ChatOrCompletion,
     settings: AppSettings,
@@ -168,42 +216,83 @@ def prepare(
 ) -> PreparedRequest:
     """Render, tokenize and resolve. `random_seed` gives 63 random bits. Call `check_request` before.
 
-    Raises `InvalidRequestError` (template, empty prompt) or `NeverFitsError`.
+    Raises `InvalidRequestError` (template, empty prompt, grammar) or `NeverFitsError`.
     """
-    prompts, texts = _tokenize(request, settings, codec)
-    limits = [_clip(request, len(prompt), settings) for prompt in prompts]
+    if isinstance(request, ChatRequest):
+        prompts = _chat_prompts(request, settings, codec)
+    else:
+        prompts = _completion_prompts(request, settings, codec)
+    limits = [_clip(request, len(prompt), settings) for prompt in prompts.token_ids]
+    drops_output = request.max_tokens == 0 and num_prompt_logprobs(request) is not None
+    common = resolved(request, settings, codec.encode, prompts.grammar)
+    _check_message_size(request, prompts.token_ids, common)
     sequences = []
-    for position, prompt in enumerate(prompts):
+    for position, prompt in enumerate(prompts.token_ids):
+        limit = 1 if drops_output else limits[position]
         for sample in range(request.n):
-            index = position * request.n + sample
-            sampling = sampling_params(request, settings, limits[position], sample, random_seed)
-            sequences.append(SequenceInput(index=index, prompt_token_ids=prompt, sampling=sampling))
+            sampling = msgspec.structs.replace(
+                common,
+                max_tokens=limit,
+                min_tokens=min(request.min_tokens, limit),
+                seed=sequence_seed(request, sample, random_seed),
+            )
+            sequences.append(SequenceInput(position * request.n + sample, prompt, sampling))
+    plan = prompts.plan
     return PreparedRequest(
         request=request,
         response_id=response_id,
         created_s=int(now_s),
         model=model_name(request.model, settings),
-        prompts=prompts,
+        prompts=prompts.token_ids,
         max_tokens=limits,
         generate=GenerateRequest(
             request_id=RequestId(response_id),
             sequences=sequences,
-            order_key=(0.0, 0, now_s),
+            order_key=(0.0, request.priority, now_s),
             cache_salt=request.cache_salt or "",
         ),
-        echo_texts=_echo_texts(request, prompts, texts, codec),
+        echo_texts=prompts.echo_texts,
+        reply=ReplyPlan() if plan is None else plan.reply,
+        tool_request=request.tool_request if isinstance(request, ChatRequest) else None,
+        drops_output=drops_output,
+        shows_special_tokens=plan is not None and plan.shows_special_tokens,
     )
 
 
-def render_chat(request: Any, codec: TextCodec) -> str:
-    """Prompt text of a request with `messages`. Raises `InvalidRequestError`."""
-    if codec.chat_template is None:
+def _check_message_size(request: ChatOrCompletion, prompts: list[list[int]], sampling: SamplingParams) -> None:
+    """A replica gets everything once for each sequence, in one message. Raises `InvalidRequestError`."""
+    num_ids = len(sampling.allowed_token_ids) + sum(map(len, sampling.bad_words)) + 3 * len(sampling.logit_bias)
+    each = 256 + len(sampling.grammar.encode()) + _BYTES_PER_ID * num_ids
+    num_bytes = request.n * (each * len(prompts) + _BYTES_PER_ID * sum(map(len, prompts)))
+    if num_bytes > MAX_MESSAGE_BYTES // 2:
+        raise InvalidRequestError(
+            f"The request is about {num_bytes >> 20} MiB for a replica, with prompt, grammar and token ids repeated "
+            f"for each of {request.n * len(prompts)} sequences; allowed: {MAX_MESSAGE_BYTES >> 21} MiB. Ask for fewer.",
+            "n" if request.n > 1 else "prompt",
+        )
+
+
+def plan_chat(request: ChatRequest | TokenizeRequest, codec: TextCodec, grammar: str = "") -> tuple[str, ToolPlan]:
+    """Prompt text of a request with `messages`, and how to read the answer. `grammar`: what the text must follow.
+
+    Raises `InvalidRequestError`.
+    """
+    template = codec.chat_template
+    if template is None:
         raise InvalidRequestError(
             "This model has no chat template: use /v1/completions, or start with --chat-template.", "messages"
         )
-    return codec.chat_template.render(
-        request.messages, request.add_generation_prompt, request.continue_final_message, request.chat_template_kwargs
+    plan = plan_tools(request.tool_request, template.facts, request.messages or [], grammar)
+    continues = request.continue_final_message
+    text = template.render(
+        plan.messages, request.add_generation_prompt, continues, request.template_kwargs, plan.template_tools
     )
+    return text, plan.for_prompt(text, continues)
+
+
+def render_chat(request: ChatRequest | TokenizeRequest, codec: TextCodec) -> str:
+    """Prompt text of a request with `messages`. Raises `InvalidRequestError`."""
+    return plan_chat(request, codec)[0]
 
 
 def encode_checked(
@@ -224,23 +313,57 @@ def encode_checked(
     return token_ids
 
 
-def _tokenize(
-    request: ChatOrCompletion, settings: AppSettings, codec: TextCodec
-) -> tuple[list[list[int]], list[str | None]]:
-    """Prompts as ids, and their texts where they were sent as text."""
-    if isinstance(request, ChatRequest):
-        text = render_chat(request, codec)
-        return [encode_checked(text, codec, settings, "messages", request.add_special_tokens)], [None]
+def _chat_prompts(request: ChatRequest, settings: AppSettings, codec: TextCodec) -> _Prompts:
+    constraint = request.constraint
+    grammar = grammar_of(constraint) if constraint is not None else ""
+    text, plan = plan_chat(request, codec, grammar)
+    if plan.grammar and plan.grammar != grammar:
+        check_grammar(plan.grammar, "tools" if request.tool_request is not None else "response_format")
+    token_ids = _encode_prompt(text, request, codec, settings, "messages")
+    echo = ""
+    if request.echo and request.messages[-1]["role"] == "assistant":
+        echo = request.messages[-1]["content"]
+    return _Prompts([token_ids], [echo] if echo else [], plan.grammar, plan)
+
+
+def _completion_prompts(request: CompletionRequest, settings: AppSettings, codec: TextCodec) -> _Prompts:
     prompts: list[list[int]] = []
-    texts: list[str | None] = []
+    echoes: list[str] = []
     for prompt in request.prompt:
         if isinstance(prompt, str):
-            texts.append(prompt)
-            prompts.append(encode_checked(prompt, codec, settings, "prompt", request.add_special_tokens))
+            token_ids = _encode_prompt(prompt, request, codec, settings, "prompt")
         else:
-            texts.append(None)
-            prompts.append(prompt)
-    return prompts, texts
+            token_ids = _truncated(prompt, request, settings)
+            _check_length(len(token_ids), settings.max_model_len, "prompt")
+        prompts.append(token_ids)
+        if request.echo:
+            is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
+            echoes.append(str(prompt) if is_whole else codec.decode(token_ids, request.skip_special_tokens))
+    constraint = request.constraint
+    return _Prompts(prompts, echoes, grammar_of(constraint) if constraint is not None else "")
+
+
+def _encode_prompt(
+    text: str, request: ChatOrCompletion, codec: TextCodec, settings: AppSettings, param: str
+) -> list[int]:
+    if request.truncate_prompt_tokens is None:
+        return encode_checked(text, codec, settings, param, request.add_special_tokens)
+    token_ids = _truncated(codec.encode(text, request.add_special_tokens), request, settings)
+    if not token_ids:
+        raise InvalidRequestError(f"{param} has no tokens; allowed: at least one.", param)
+    _check_length(len(token_ids), settings.max_model_len, param)
+    return token_ids
+
+
+def _truncated(token_ids: list[int], request: ChatOrCompletion, settings: AppSettings) -> list[int]:
+    """The end of a prompt, as `truncate_prompt_tokens` says. -1 leaves room for the output that was asked for."""
+    keep = request.truncate_prompt_tokens
+    if keep == -1:
+        asked, _ = _asked_max_tokens(request)
+        if asked is None:
+            asked = 1 if isinstance(request, ChatRequest) else settings.default_max_tokens
+        keep = max(1, settings.max_model_len - max(1, asked))
+    return token_ids if keep is None else token_ids[-keep:]
 
 
 def _clip(request: ChatOrCompletion, num_prompt_tokens: int, settings: AppSettings) -> int:
@@ -249,50 +372,3 @@ def _clip(request: ChatOrCompletion, num_prompt_tokens: int, settings: AppSettin
     if limit is None:
         limit = left if isinstance(request, ChatRequest) else max(settings.default_max_tokens, request.min_tokens)
     return min(limit, left)
-
-
-def _echo_texts(
-    request: ChatOrCompletion, prompts: list[list[int]], texts: list[str | None], codec: TextCodec
-) -> list[str]:
-    if not isinstance(request, CompletionRequest) or not request.echo:
-        return []
-    return [
-        codec.decode(prompt, request.skip_special_tokens) if text is None else text
-        for text, prompt in zip(texts, prompts, strict=True)
-    ]
-
-
-def sampling_params(
-    request: ChatOrCompletion, settings: AppSettings, max_tokens: int, sample: int, random_seed: Callable[[], int]
-) -> SamplingParams:
-    """Request fields, then the model's defaults, then neutral values."""
-    temperature = settings.default_temperature if request.temperature is None else request.temperature
-    if temperature < GREEDY_BELOW:
-        temperature = 0.0
-    elif temperature < LOWEST_TEMPERATURE:
-        temperature = LOWEST_TEMPERATURE
-    top_k = settings.default_top_k if request.top_k is None else request.top_k
-    seed = request.seed
-    return SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=max(0, top_k),
-        top_p=settings.default_top_p if request.top_p is None else request.top_p,
-        seed=random_seed() if seed is None or seed == -1 else mixed_seed(seed, sample),
-        min_tokens=min(request.min_tokens, max_tokens),
-        ignore_eos=request.ignore_eos,
-        stop_token_ids=request.stop_token_ids,
-    )
-
-
-def mixed_seed(seed: int, sample: int) -> int:
-    """64-bit seed of one sample of a prompt. Sample 0 uses `seed` as it is, so that n does not change the first answer;
-    the others differ by a bijective mix (splitmix64's finalizer). The position of the prompt in a batch does not enter.
-    """
-    value = seed & _MASK64
-    if sample == 0:
-        return value
-    value = (value + sample * 0x9E3779B97F4A7C15) & _MASK64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return value ^ (value >> 31)

@@ -17,14 +17,19 @@ DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
 
 
-def usage_object(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, object]:
-    """The `usage` of an answer or chunk."""
-    return {
+def usage_object(
+    num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int, num_reasoning_tokens: int | None = None
+) -> dict[str, object]:
+    """The `usage` of an answer or chunk. Reasoning tokens are told where reasoning is looked for."""
+    usage: dict[str, object] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
+    if num_reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning_tokens}
+    return usage
 
 
 def error_event(error: dict[str, object]) -> bytes:
@@ -42,16 +47,16 @@ class ChunkEncoder:
         self._is_chat = prepared.is_chat
         text_key = b',"delta":{"content":' if self._is_chat else b',"text":'
         self._heads = [self._head + b'{"index":%d' % index + text_key for index in range(prepared.num_choices)]
-        self._after_text = b"}" if self._is_chat else b""
-        self._plain_tail = self._after_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
+        after_text = b"}" if self._is_chat else b""
+        self._plain_tail = after_text + b',"logprobs":null,"finish_reason":null}]}\n\n'
 
-    def role(self, index: int, extra: dict[str, object] | None = None, usage: dict[str, object] | None = None) -> bytes:
-        """The first chunk of a chat choice. `extra` holds more fields of the chunk (`prompt_token_ids`)."""
+    def role(self, index: int, extra: dict[str, object]) -> bytes:
+        """The first chunk of a chat choice. `extra` holds more fields of the chunk (`prompt_token_ids`, `usage`)."""
         return b"".join(
             (
                 self._head,
                 b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]' % index,
-                _more_fields({**(extra or {}), **({"usage": usage} if usage else {})}),
+                _more_fields(extra),
                 b"}\n\n",
             )
         )
@@ -60,32 +65,21 @@ class ChunkEncoder:
         """A chunk with new text and nothing else: the hot path."""
         return b"".join((self._heads[index], _encode(text), self._plain_tail))
 
-    def full(
-        self, choice: Choice, text: str, extra: dict[str, object] | None = None, usage: dict[str, object] | None = None
-    ) -> bytes:
-        """A chunk with anything beside text: the end of a choice, `extra` fields of the choice, usage."""
-        reason = choice.finish_reason
-        fields = dict(extra or {})
-        if reason is not None:
-            fields = {"stop_reason": choice.stop_reason, **fields}
-        head = self._heads[choice.index]
-        body = _encode(text)
-        if self._is_chat and reason is not None and not text:
-            head = self._head + b'{"index":%d,"delta":{' % choice.index
-            body = b""
-        return b"".join(
-            (
-                head,
-                body,
-                self._after_text,
-                b',"logprobs":null,"finish_reason":',
-                _encode(reason),
-                _more_fields(fields),
-                b"}]",
-                _more_fields({"usage": usage} if usage else {}),
-                b"}\n\n",
-            )
-        )
+    def end(self, choice: Choice, text: str) -> bytes:
+        """The last chunk of a choice that is only text; the delta of a chat is empty when no text is left."""
+        fields: dict[str, object] = {"index": choice.index}
+        if self._is_chat:
+            fields["delta"] = {"content": text} if text else {}
+        else:
+            fields["text"] = text
+        fields["logprobs"] = None
+        fields["finish_reason"] = choice.finish_reason
+        fields["stop_reason"] = choice.stop_reason
+        return self.chunk(fields)
+
+    def chunk(self, choice: dict[str, object], usage: dict[str, object] | None = None) -> bytes:
+        """A chunk with this entry of `choices`."""
+        return b"".join((self._head, _encode(choice), b"]", _more_fields({"usage": usage} if usage else {}), b"}\n\n"))
 
     def usage(self, usage: dict[str, object]) -> bytes:
         """The extra chunk of `include_usage`: no choices."""

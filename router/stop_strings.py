@@ -23,6 +23,10 @@ class StopStringFilter:
         #: the stop string that was found, or None
         self.matched: str | None = None
 
+    @property
+    def num_held_chars(self) -> int:
+        return len(self._held)
+
     def push(self, piece: str, may_match: bool = True) -> str:
         """Take new text, return what may be shown now. After a match (`matched` is set) push nothing more.
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import msgspec
 
 from replica.messages import FinishReason, RefusalReason
+from router.latency import Latencies, latencies, replay
 
 
 class SimRequest(msgspec.Struct, frozen=True):
@@ -39,11 +38,16 @@ class SimRecord(msgspec.Struct):
     num_ends: int = 0
 
     @property
+    def latencies(self) -> Latencies:
+        """TTFT, TPOT and end to end."""
+        return latencies(replay(self.request.arrival_s, self.token_times_s)[0])
+
+    @property
     def ttft_s(self) -> float | None:
         """Arrival to first token, queueing included."""
-        return self.token_times_s[0] - self.request.arrival_s if self.token_times_s else None
+        return self.latencies.ttft_s
 
     @property
     def gaps_s(self) -> list[float]:
         """Times between consecutive tokens (ITL)."""
-        return [later - earlier for earlier, later in pairwise(self.token_times_s)]
+        return replay(self.request.arrival_s, self.token_times_s)[1]

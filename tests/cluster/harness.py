@@ -31,11 +31,16 @@ class GatedRunner:
         self.gate = threading.Semaphore(0)
         self.is_open = False
         self.num_failures = 0
+        #: not empty: the first sequence of the next step cannot go on, for this reason
+        self.invalid = ""
         self.plans: list[StepPlan] = []
 
     @property
     def info(self) -> RunnerInfo:
         return self._runner.info
+
+    def prepare_grammar(self, grammar: str) -> None:
+        self._runner.prepare_grammar(grammar)
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
@@ -44,7 +49,10 @@ class GatedRunner:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("the device is on fire")
-        return self._runner.execute(plan)
+        result = self._runner.execute(plan)
+        if self.invalid and plan.seq_ids:
+            result, self.invalid = _without_first(result, plan.seq_ids[0], self.invalid), ""
+        return result
 
     def open(self) -> None:
         """From now on every step runs at once."""
@@ -53,6 +61,11 @@ class GatedRunner:
 
     def close(self) -> None:
         self._runner.close()
+
+
+def _without_first(result: StepResult, seq_id: int, why: str) -> StepResult:
+    kept = [(s, token) for s, token in zip(result.seq_ids, result.token_ids, strict=True) if s != seq_id]
+    return StepResult(result.step, [s for s, _ in kept], [token for _, token in kept], failed={seq_id: why})
 
 
 class ReplicaUnderTest:

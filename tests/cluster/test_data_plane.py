@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from replica.errors import EngineError, NeverFitsError, NoReplicaError, QueueFullError, ReplicaLostError
+from replica.errors import (
+    EngineError,
+    NeverFitsError,
+    NoReplicaError,
+    QueueFullError,
+    ReplicaLostError,
+    TooManySequencesError,
+)
 from replica.fake_runner import expected_output
 from router.dispatcher import DispatcherConfig
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
@@ -285,7 +292,7 @@ async def test_a_replica_that_left_the_view_for_a_moment_keeps_its_streams() -> 
 
 async def test_more_samples_than_the_queue_holds_are_a_mistake_and_not_an_overload() -> None:
     async with cluster(cap=3) as c:
-        with pytest.raises(NeverFitsError, match="4 sequences"):
+        with pytest.raises(TooManySequencesError, match="4 sequences"):
             await c.routers[0].generate(request("q", [1], 2, n=4))
 
 

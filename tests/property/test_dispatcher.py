@@ -8,9 +8,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from replica.messages import FINAL_REFUSALS, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.dispatcher import (
-    FINAL_REFUSALS,
     Dispatch,
     Dispatcher,
     DispatcherConfig,

@@ -5,19 +5,21 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from replica.errors import ShoalError
-from replica.messages import FinishReason, GenerateRequest, SequenceInput
+from replica.messages import FinishReason, GenerateRequest, SequenceInput, TokenLogprobs
 from router.app import create_app
 from router.app_settings import AppSettings
 from router.backend import GenerationStream, Health, TokenEvent
 from router.chat_template import ChatTemplate
+from router.event_buffer import join
 from router.tokenizer import Tokenizer
 
 CORPUS = [
@@ -32,6 +34,10 @@ TEMPLATE = (
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+#: of a model that thinks, as Qwen3's
+THINKING_TEMPLATE = TEMPLATE + "{# the answer begins with <think>, and </think> ends the thought #}"
 
 
 @functools.cache
@@ -53,8 +59,8 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
 
 
 @functools.cache
-def small_tokenizer() -> Tokenizer:
-    return Tokenizer(byte_level_bpe(), ChatTemplate(TEMPLATE))
+def small_tokenizer(template: str = TEMPLATE) -> Tokenizer:
+    return Tokenizer(byte_level_bpe(), ChatTemplate(template))
 
 
 class Gate(asyncio.Event):
@@ -98,6 +104,54 @@ class FakeStream:
         self.num_aborts += 1
 
 
+def fake_logprobs(token_id: int, num_top: int) -> TokenLogprobs:
+    """A function of the token alone. An even token is the likeliest, an odd one is beaten by `num_top` others."""
+    num_tokens = small_tokenizer().num_tokens
+    if token_id % 2:
+        top = [(token_id + 1 + other) % num_tokens for other in range(num_top)]
+        return TokenLogprobs(-9.25 - token_id, num_top + 1, top, [-0.5 * (1 + other) for other in range(num_top)])
+    top = [(token_id + other) % num_tokens for other in range(num_top)]
+    return TokenLogprobs(-0.25, 1, top, [-0.25 - other for other in range(num_top)])
+
+
+def with_logprobs(
+    sequences: list[SequenceInput],
+    steps: list[list[TokenEvent]],
+    tell: Callable[[int, int], TokenLogprobs],
+    tells_prompts: bool,
+) -> list[list[TokenEvent]]:
+    """What each sequence asked for, put into its events."""
+    by_index = {sequence.index: sequence for sequence in sequences}
+    begun: set[int] = set()
+
+    def filled(event: TokenEvent) -> TokenEvent:
+        sequence = by_index[event.index]
+        num_top, num_prompt = sequence.sampling.num_logprobs, sequence.sampling.num_prompt_logprobs
+        if num_top is not None:
+            told = [tell(token_id, num_top) for token_id in event.token_ids]
+            event = msgspec.structs.replace(event, logprobs=told)
+        if num_prompt is not None and event.index not in begun and tells_prompts:
+            told = [tell(token_id, num_prompt) for token_id in sequence.prompt_token_ids[1:]]
+            event = msgspec.structs.replace(event, prompt_logprobs=told)
+        begun.add(event.index)
+        return event
+
+    return [[filled(event) for event in step] for step in steps]
+
+
+def regrouped(steps: list[list[TokenEvent]], sizes: Sequence[int]) -> list[list[TokenEvent]]:
+    """The same tokens in other steps: `sizes[0]` of the given ones in the first, and so on; the rest in the last."""
+    waiting, result = list(steps), []
+    for size in [*sizes, len(steps)]:
+        joined: dict[int, TokenEvent] = {}
+        for event in [event for step in waiting[:size] for event in step]:
+            joined[event.index] = join(joined[event.index], event) if event.index in joined else event
+        del waiting[:size]
+        if joined:
+            result.append(list(joined.values()))
+    return result
+
+
 def one_token_steps(sequences: list[SequenceInput], token_ids: list[int], end_with_eos: bool) -> list[list[TokenEvent]]:
     """Every sequence gives `token_ids`, one a step, cut at its max_tokens; then eos if there is room."""
     steps: list[list[TokenEvent]] = []
@@ -117,7 +171,9 @@ def one_token_steps(sequences: list[SequenceInput], token_ids: list[int], end_wi
 
 
 class FakeBackend:
-    """Answers every request with `text` (token by token), unless told otherwise."""
+    """Answers every request with `text` (token by token, with the logprobs asked for), unless told otherwise. `sizes`:
+    how many tokens come together.
+    """
 
     def __init__(self, text: str = " one two three", end_with_eos: bool = True) -> None:
         self.token_ids = small_tokenizer().encode(text)
@@ -128,6 +184,9 @@ class FakeBackend:
         self.full: ShoalError | None = None
         self.error: Exception | None = None
         self.gates: dict[int, Gate] = {}
+        self.sizes: Sequence[int] | None = None
+        self.tell = fake_logprobs
+        self.tells_prompts = True
         self.make_steps: Callable[[GenerateRequest], list[list[TokenEvent]]] | None = None
         self.is_ok = True
         self.admissions: list[int] = []
@@ -140,6 +199,9 @@ class FakeBackend:
             steps = self.make_steps(request)
         else:
             steps = one_token_steps(request.sequences, self.token_ids, self.end_with_eos)
+        steps = with_logprobs(request.sequences, steps, self.tell, self.tells_prompts)
+        if self.sizes is not None:
+            steps = regrouped(steps, self.sizes)
         stream = FakeStream(steps, self.error, self.gates)
         self.streams.append(stream)
         return stream
@@ -154,6 +216,11 @@ class FakeBackend:
 
     def load(self) -> int:
         return 7
+
+    async def reset_prefix_cache(self, timeout_s: float) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        return 2
 
     def metrics_text(self) -> bytes:
         return b"# TYPE replica_thing gauge\nreplica_thing 1\n"
@@ -170,9 +237,9 @@ def settings(**changes: Any) -> AppSettings:
 class Edge:
     """An application with its fake backend, called in process. One event loop per call."""
 
-    def __init__(self, backend: FakeBackend | None = None, **changes: Any) -> None:
+    def __init__(self, backend: FakeBackend | None = None, template: str = TEMPLATE, **changes: Any) -> None:
         self.backend = backend or FakeBackend()
-        self.app = create_app(settings(**changes), small_tokenizer(), self.backend)
+        self.app = create_app(settings(**changes), small_tokenizer(template), self.backend)
 
     def request(self, method: str, path: str, **kwargs: Any) -> httpx.Response:
         async def call() -> httpx.Response:

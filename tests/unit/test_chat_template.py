@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,12 +94,14 @@ def test_override_is_a_path_or_a_text(tmp_path: Path) -> None:
         read_chat_template("nowhere.jinja")
 
 
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f", "description": "<é>"}}]])
 @pytest.mark.parametrize("continued", [False, True])
-def test_equals_hugging_face(continued: bool) -> None:
+def test_equals_hugging_face(continued: bool, tools: list[dict[str, Any]] | None) -> None:
     """transformers is there in the development environment; the router itself never imports it."""
     utilities = pytest.importorskip("transformers.utils.chat_template_utils")
     source = (
-        "{{- bos_token }}\n{%- for message in messages %}\n    {%- if message.role == 'user' %}\n"
+        "{{- bos_token }}\n{%- if tools is not none %}{{ tools | tojson(indent=4) }}{% endif %}\n"
+        "{%- for message in messages %}\n    {%- if message.role == 'user' %}\n"
         "  {{- '<u>' + message.content | trim + '</u>\\n' }}\n    {%- else %}\n{% generation %}\n"
         "<a>{{ message.content }}</a>\n{% endgeneration %}\n    {%- endif %}\n{%- endfor %}\n{{ 'x<y' | tojson }}\n"
         "{%- if add_generation_prompt %}<a>{% endif %}"
@@ -106,10 +109,11 @@ def test_equals_hugging_face(continued: bool) -> None:
     messages = [{"role": "user", "content": " Hi  there "}, {"role": "assistant", "content": "Well, é"}]
     rendered, _ = utilities.render_jinja_template(
         [messages],
+        tools=tools,
         chat_template=source,
         add_generation_prompt=not continued,
         continue_final_message=continued,
         bos_token="<s>",
     )
-    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, not continued, continued)
+    ours = ChatTemplate(source, {"bos_token": "<s>"}).render(messages, not continued, continued, tools=tools)
     assert ours == rendered[0]

@@ -118,7 +118,7 @@ def test_an_abort_reaches_the_replica_that_has_it() -> None:
 def test_more_sequences_than_any_queue_holds_are_refused_for_good() -> None:
     (refused,) = make(A, B).submit(rid(0), 5, 10, 0.0)
     assert isinstance(refused, Refuse)
-    assert refused.reason is RefusalReason.NEVER_FITS
+    assert refused.reason is RefusalReason.TOO_MANY_SEQUENCES
     assert "5 sequences" in refused.message
 
 

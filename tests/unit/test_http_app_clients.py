@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -156,6 +157,47 @@ def test_many_clients_leave_at_every_moment_and_nothing_stays() -> None:
         assert all(stream.num_aborts == 1 for stream in unfinished)
         assert asyncio.all_tasks() == {asyncio.current_task()}
         gc.collect()  # an exception nobody retrieved would be reported here
+
+    asyncio.run(run())
+
+
+def test_reader_that_takes_nothing_holds_little_and_then_gets_everything() -> None:
+    """`Client` keeps what is sent, as Serve's queue does; taking is what pickles it."""
+
+    async def run() -> None:
+        text = TEXT * 3000
+        edge = Edge(FakeBackend(text), max_model_len=1 << 20)
+        client = Client(edge, {"stream": True, "max_tokens": 1 << 19})
+        received: list[Any] = []
+        most = 0
+        while not client.task.done():
+            for _ in range(20):
+                await asyncio.sleep(0)
+            most = max(most, sum(len(message.get("body", b"")) for message in client.sent))
+            assert received or edge.backend.streams[0].num_given < 1000
+            received += pickle.loads(pickle.dumps(client.sent))
+            client.sent.clear()
+        received += client.sent
+        assert 32 << 10 < most < 66 << 10
+        stream = b"".join(message.get("body", b"") for message in received)
+        chunks = [json.loads(block[6:]) for block in stream.decode().split("\n\n")[:-2]]
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == text
+        assert edge.backend.streams[0].num_aborts == 0
+
+    asyncio.run(run())
+
+
+def test_reader_that_takes_nothing_and_leaves_aborts_it() -> None:
+    async def run() -> None:
+        edge = Edge(FakeBackend(TEXT * 3000), max_model_len=1 << 20)
+        client = Client(edge, {"stream": True, "max_tokens": 1 << 19})
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not client.task.done()
+        client.leave()
+        await asyncio.wait_for(client.task, 5)
+        assert edge.backend.streams[0].num_aborts == 1
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(run())
 

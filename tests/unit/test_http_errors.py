@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 
+from cluster.config import ClusterConfig
 from replica import errors
 from replica.errors import (
     InvalidRequestError,
@@ -17,7 +20,9 @@ from replica.errors import (
     ShoalError,
     UnknownModelError,
 )
+from router.app_settings import AppSettings
 from router.http_errors import MAX_MESSAGE_CHARS, RULES, HttpError, error_object, error_response, retry_after_seconds
+from router.http_middleware import MAX_HEADER_BYTES, MAX_TARGET_BYTES
 
 
 def tree(root: type[ShoalError]) -> list[type[ShoalError]]:
@@ -82,3 +87,26 @@ def test_message_is_bounded() -> None:
 def test_http_error_keeps_its_headers() -> None:
     response = error_response(HttpError(401, "no key", "invalid_api_key", {"www-authenticate": "Bearer"}))
     assert (response.status, response.headers) == (401, {"www-authenticate": "Bearer"})
+
+
+def test_every_code_is_in_the_documentation(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "http.md").read_text()
+    assert [rule.code for rule in RULES.values() if f"`{rule.code}`" not in page and rule.code is not None] == []
+
+
+def test_limits_in_the_documentation_are_the_defaults(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "http.md").read_text()
+    http = ClusterConfig().http
+    for name, value in [
+        ("max_body_mib", f"{http.max_body_mib:g} MiB"),
+        ("max_pending_body_mib", f"{http.max_pending_body_mib:g} MiB"),
+        ("body_timeout_s", f"{http.body_timeout_s:g} s"),
+    ]:
+        assert re.search(rf"`http\.{name}`, {value}\b", page), name
+    fields = AppSettings.model_fields
+    assert fields["max_body_bytes"].default == http.max_body_mib * 2**20
+    assert fields["max_pending_body_bytes"].default == http.max_pending_body_mib * 2**20
+    assert fields["body_timeout_s"].default == http.body_timeout_s
+    for kib, num_bytes in [(64, MAX_HEADER_BYTES), (8, MAX_TARGET_BYTES)]:
+        assert num_bytes == kib * 1024
+        assert f"| {kib} KiB |" in page

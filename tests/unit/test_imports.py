@@ -26,8 +26,9 @@ TAGS = ("PURE", "ASYNC", "TORCH", "RAY")
 #: what router may know of replica
 CONTRACT = {"replica", "replica.messages", "replica.block_hash", "replica.errors"}
 
-#: third parties a PURE module may name (yaml: configuration is read by a PURE module, and it loads nothing forbidden)
-PURE_THIRD_PARTY = {"numpy", "pydantic", "msgspec", "typing_extensions", "yaml"}
+#: third parties a PURE module may name (yaml: configuration is read by a PURE module, and it loads nothing forbidden;
+#: llguidance: a function of grammar and text, starts no threads of its own)
+PURE_THIRD_PARTY = {"numpy", "pydantic", "msgspec", "typing_extensions", "yaml", "llguidance"}
 #: clocks, randomness without a seed, threads, sockets: a PURE module gets time as an argument and randomness as a seed
 PURE_FORBIDDEN_NAMES = (
     "asyncio",

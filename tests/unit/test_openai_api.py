@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from replica.errors import InvalidRequestError, NeverFitsError, UnknownModelError
 from replica.messages import SamplingParams
-from router.openai_api import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize, short
-from router.openai_fields import CHAT_NOT_SUPPORTED, COMPLETION_NOT_SUPPORTED, WITHOUT_EFFECT
-from router.prepare import check_request, mixed_seed, prepare
+from router.openai_api import ChatRequest, CompletionRequest, parse_chat, parse_completion, parse_tokenize
+from router.openai_fields import CHAT_REFUSED, COMPLETION_REFUSED, WITHOUT_EFFECT
+from router.prepare import check_request, prepare
+from router.sampling import mixed_seed
+from router.sentences import short
 from tests.unit.http_fakes import settings, small_tokenizer
 
 USER = {"role": "user", "content": "Say"}
@@ -162,6 +164,39 @@ def test_out_of_vocabulary(wrong: list[int]) -> None:
         ("stop_token_ids", [1] * 129),
         ("stream_options", 5),
         ("model", 5),
+        ("min_p", 1.1),
+        ("min_p", True),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", 3),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", 101),
+        ("logit_bias", [1]),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": True}),
+        ("logit_bias", {"5": None}),
+        ("logit_bias", {"five": 1}),
+        ("logit_bias", {"05": 1}),
+        ("logit_bias", {str(number): 1 for number in range(1025)}),
+        ("bad_words", "x"),
+        ("bad_words", [""]),
+        ("bad_words", ["x" * 129]),
+        ("bad_words", ["x"] * 129),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [1.0]),
+        ("allowed_token_ids", 5),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", True),
+        ("echo", 1),
+        ("return_tokens_as_token_ids", "true"),
+        ("truncate_prompt_tokens", -2),
+        ("truncate_prompt_tokens", 0),
+        ("truncation_side", "right"),
+        ("priority", "high"),
+        ("request_id", ""),
+        ("request_id", "x" * 129),
+        ("response_format", "json"),
+        ("structured_outputs", "json"),
     ],
 )
 def test_wrong_values_are_named_on_both_endpoints(field: str, value: Any) -> None:
@@ -213,10 +248,8 @@ def test_empty_assistant_turns(turn: dict[str, Any]) -> None:
     assert request.messages[1] == {"role": "assistant", "content": ""}
 
 
-def test_messages_that_need_tools_or_unknown_roles_are_refused() -> None:
-    assert "tools" in refusal(chat, "messages", messages=[USER, {"role": "tool", "content": "x"}])
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-    assert "tool_calls" in refusal(chat, "messages", messages=[USER, call])
+def test_unknown_roles_and_keys_are_refused() -> None:
+    assert "use role 'tool'" in refusal(chat, "messages", messages=[USER, {"role": "function", "content": "x"}])
     assert "allowed: system" in refusal(chat, "messages", messages=[{"role": "boss", "content": "x"}])
     assert "'contents'" in refusal(chat, "messages", messages=[{"role": "user", "content": "x", "contents": "y"}])
 
@@ -226,65 +259,60 @@ def test_developer_is_the_system_role() -> None:
 
 
 def test_every_optional_field_may_be_null() -> None:
-    names = [*ChatRequest.model_fields, *CHAT_NOT_SUPPORTED, *WITHOUT_EFFECT]
+    names = [*ChatRequest.model_fields, *CHAT_REFUSED, *WITHOUT_EFFECT]
     assert chat(**{name: None for name in names if name != "messages"}) == chat()
-    names = [*CompletionRequest.model_fields, *COMPLETION_NOT_SUPPORTED, *WITHOUT_EFFECT]
+    names = [*CompletionRequest.model_fields, *COMPLETION_REFUSED, *WITHOUT_EFFECT]
     assert completion(**{name: None for name in names if name != "prompt"}) == completion()
 
 
 def test_harmless_fields_change_nothing() -> None:
     harmless = {
-        "user": "u",
-        "metadata": {"a": "b"},
-        "store": True,
-        "service_tier": "auto",
+        **{name: {"a": 1} for name in WITHOUT_EFFECT},
         "parallel_tool_calls": True,
         "logit_bias": {},
         "logprobs": False,
-        "top_logprobs": 0,
         "frequency_penalty": 0,
         "presence_penalty": 0.0,
         "response_format": {"type": "text"},
-        "tools": [],
-        "tool_choice": "none",
-        "reasoning_effort": "none",
+        "structured_outputs": {},
         "best_of": 1,
         "priority": 0,
+        "include_reasoning": True,
+        "length_penalty": 1.0,
+        "function_call": "none",
     }
     assert chat(**harmless) == chat()
+    # these are kept as they came and mean the same
+    same = {"top_logprobs": 0, "tools": [], "tool_choice": "none", "reasoning_effort": "none", "request_id": "r"}
+    assert sampling(chat(**same)) == sampling(chat())
+    assert chat(**same).tool_request is None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("field", "value", "said"),
     [
-        ("logprobs", True),
-        ("top_logprobs", 2),
-        ("frequency_penalty", 0.5),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
-        ("logit_bias", {"5": 1}),
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "yaml"}),
-        ("best_of", 2),
-        ("guided_json", {"a": 1}),
-        ("use_beam_search", True),
-        ("priority", 1),
-        ("min_p", 0.1),
-        ("bad_words", ["x"] * 50_000),
-        ("reasoning_effort", "high"),
+        ("best_of", 2, "use n"),
+        ("guided_json", {"a": 1}, "use structured_outputs.json or response_format"),
+        ("guided_grammar", "x", "use structured_outputs.grammar"),
+        ("use_beam_search", True, "beam search is not supported"),
+        ("functions", [{"name": "f"}], "use tools"),
+        ("include_reasoning", False, "reasoning is always told"),
+        ("spaces_between_special_tokens", False, "joined as the tokenizer does it"),
+        ("kv_transfer_params", {"a": 1}, "cannot steer"),
+        ("stream_interval", 2, "each step is sent at once"),
+        ("chat_template", "{{ messages }}", "chat_template_kwargs"),
+        ("modalities", ["text", "audio"], "text alone"),
     ],
 )
-def test_what_is_not_supported_yet_is_named(field: str, value: Any) -> None:
-    assert "not supported yet" in refusal(chat, field, **{field: value})
+def test_what_is_refused_is_named_with_the_reason_and_what_to_use(field: str, value: Any, said: str) -> None:
+    message = refusal(chat, field, **{field: value})
+    assert message.startswith(f"{field} is ")
+    assert said in message
 
 
-def test_completion_only_fields_that_are_not_supported() -> None:
-    assert "suffix" in refusal(completion, "suffix", suffix="x")
-    assert "logprobs" in refusal(completion, "logprobs", logprobs=1)
-    # 0 asks for the log probability of the chosen tokens: not the same as nothing
-    assert "logprobs" in refusal(completion, "logprobs", logprobs=0)
+def test_fields_of_completions_alone_that_are_refused() -> None:
+    assert "fill in the middle" in refusal(completion, "suffix", suffix="x")
+    assert "prompt" in refusal(completion, "prompt_embeds", prompt_embeds="x")
 
 
 def test_every_field_of_the_official_client_is_known() -> None:
@@ -292,19 +320,19 @@ def test_every_field_of_the_official_client_is_known() -> None:
     from openai.types.chat import completion_create_params as chats
 
     for params, known in (
-        (chats.CompletionCreateParamsStreaming, {*ChatRequest.model_fields, *CHAT_NOT_SUPPORTED, *WITHOUT_EFFECT}),
+        (chats.CompletionCreateParamsStreaming, {*ChatRequest.model_fields, *CHAT_REFUSED, *WITHOUT_EFFECT}),
         (
             completions.CompletionCreateParamsStreaming,
-            {*CompletionRequest.model_fields, *COMPLETION_NOT_SUPPORTED, *WITHOUT_EFFECT},
+            {*CompletionRequest.model_fields, *COMPLETION_REFUSED, *WITHOUT_EFFECT},
         ),
     ):
         assert set(typing.get_type_hints(params)) <= known
 
 
 def test_a_field_is_in_one_place_only() -> None:
-    for fields, not_supported in ((ChatRequest, CHAT_NOT_SUPPORTED), (CompletionRequest, COMPLETION_NOT_SUPPORTED)):
+    for fields, not_supported in ((ChatRequest, CHAT_REFUSED), (CompletionRequest, COMPLETION_REFUSED)):
         assert not set(fields.model_fields) & set(not_supported)
-        assert not WITHOUT_EFFECT & {*fields.model_fields, *not_supported}
+        assert not set(WITHOUT_EFFECT) & {*fields.model_fields, *not_supported}
 
 
 @pytest.mark.parametrize("function", [chat, completion])
@@ -358,7 +386,7 @@ def test_output_limits() -> None:
 def test_prompt_that_does_not_fit_tells_both_numbers() -> None:
     for length in (256, 10_000):
         request = chat(messages=[{"role": "user", "content": "1" * length}])
-        with pytest.raises(NeverFitsError, match=r"\d+ tokens, but the model's context is 256 tokens"):
+        with pytest.raises(NeverFitsError, match=r"\d+ tokens, but this model's maximum context length is 256 tokens"):
             sampling(request)
     with pytest.raises(NeverFitsError, match="256 tokens"):
         check_request(completion(prompt=[5] * 256), settings())

@@ -135,6 +135,14 @@ def test_top_ids_are_sorted_with_ties_by_id(values: list[float], count: int) -> 
     assert entry.logprob == pytest.approx(values[0] - total, abs=1e-5)
 
 
+@given(st.integers(0, 1000), st.integers(1, 20), st.sampled_from([127, 128, 500, 3000]), st.integers(1, 1000))
+def test_top_ids_of_long_rows(seed: int, count: int, size: int, num_values: int) -> None:
+    """Many equal values, and sizes around whole pieces."""
+    row = np.random.default_rng(seed).integers(0, num_values, size).astype(np.float32)
+    expected = sorted(range(size), key=lambda i: (-row[i], i))[:count]
+    assert LogprobReader(row, count).read(0).top_token_ids == expected
+
+
 def test_prompt_logprobs_pair_each_row_with_the_token_that_follows() -> None:
     logits = np.zeros((2, VOCAB), np.float32)
     logits[0, 5] = logits[1, 6] = 10.0

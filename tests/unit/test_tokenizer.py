@@ -41,7 +41,7 @@ def test_folder_with_everything(tmp_path: Path) -> None:
     assert (facts.vocab_size, facts.max_model_len, facts.eos_token_ids) == (400, 8192, (2, 0))
     assert (facts.generation_defaults.temperature, facts.generation_defaults.top_p) == (0.6, 0.9)
     assert facts.generation_defaults.top_k is None
-    assert facts.unsupported_defaults == ("repetition_penalty",)
+    assert facts.unsupported_defaults == ()
     assert isinstance(tokenizer.detokenizer(), ByteDetokenizer)
 
 
