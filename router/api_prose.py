@@ -24,7 +24,8 @@ assistant's message alone. `name`, `reasoning` and `reasoning_content` are hande
 `tool_calls` (at most {calls}) have `function.name` and `function.arguments`, the text of a JSON object or an object;
 the template gets an object. A message of role `tool` has `content` and usually `tool_call_id`. `refusal`,
 `annotations`, `audio` and `function_call`, which answers carry and clients send back, may be there when they are null
-or empty. Anything else is 400 with its place, like `messages[2].content[0]`.
+or empty; `parsed` and `provider_specific_fields`, which client libraries add, whatever they are. Anything else is 400
+with its place, like `messages[2].content[0]`.
 """
 
 STRUCTURED = """## Structured output
@@ -103,7 +104,7 @@ STRUCTURED_RULES: tuple[tuple[str, str, str], ...] = (
         "white space",
         (
             '`", "` and `": "` and no other, as `json.dumps` writes; `disable_any_whitespace` changes nothing. '
-            "Free white space costs a third more tokens, and now and then an answer of nothing else"
+            "Free white space costs up to a third more tokens, and now and then an answer of nothing else"
         ),
         "any, unless disabled",
     ),

@@ -33,9 +33,10 @@ def _optional(schema: Schema) -> Schema:
 
 
 def _object(properties: dict[str, Schema], required: list[str], **more: Any) -> Schema:
-    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False, **more}
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required, **more}
 
 
+_REFUSED: Schema = {"type": "null", "description": "refused"}
 _BOOL = _optional({"type": "boolean"})
 _TEXT = _optional({"type": "string"})
 _ANY_SCHEMA: Schema = {"type": "object", "description": "a JSON Schema"}
@@ -113,14 +114,16 @@ MESSAGES: Schema = {
             "reasoning": _TEXT,
             "reasoning_content": _TEXT,
             **{key: {"description": "null or empty"} for key in ("function_call", "audio", "refusal", "annotations")},
+            **{key: {"description": "without effect"} for key in ("parsed", "provider_specific_fields")},
         },
         ["role"],
+        additionalProperties={"type": "null"},
     ),
 }
 
 RESPONSE_FORMAT: Schema = {
     "anyOf": [
-        _object({"type": {"enum": ["text", "json_object"]}}, ["type"]),
+        _object({"type": {"enum": ["text", "json_object"]}, "json_schema": {}}, ["type"]),
         _object(
             {
                 "type": {"const": "json_schema"},
@@ -146,6 +149,8 @@ STRUCTURED_OUTPUTS: Schema = _object(
         ),
         "grammar": _optional({**_strings(1, MAX_TEXT_BYTES), "description": "Lark or GBNF"}),
         "json_object": _BOOL,
+        "structural_tag": _REFUSED,
+        "whitespace_pattern": _REFUSED,
         "disable_any_whitespace": _BOOL,
         "disable_additional_properties": _BOOL,
     },

@@ -19,6 +19,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CALLS = 128
 #: Keys that answers of OpenAI servers carry and clients send back; they hold nothing that templates read.
 _KEYS_EMPTY = frozenset({"function_call", "audio", "refusal", "annotations"})
+#: Keys that client libraries put into their own message objects, which users send back; `content` says the same.
+_KEYS_OF_LIBRARIES = frozenset({"parsed", "provider_specific_fields"})
 _KEYS_TEXT = frozenset({"name", "reasoning", "reasoning_content"})
 _KNOWN = "role, content, name, tool_calls, tool_call_id, reasoning"
 
@@ -41,7 +43,7 @@ def _check_message(message: object, where: str) -> dict[str, Any]:
     result: dict[str, Any] = {"role": "system" if role == "developer" else role}
     result["content"] = _check_content(message.get("content"), role, f"{where}.content")
     for key, item in message.items():
-        if key in ("role", "content") or item is None:
+        if key in ("role", "content") or key in _KEYS_OF_LIBRARIES or item is None:
             continue
         if key in _KEYS_TEXT or (key == "tool_call_id" and role == "tool"):
             if not isinstance(item, str):

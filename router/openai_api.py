@@ -42,6 +42,8 @@ from router.tool_request import ToolRequest, parse_tools
 _INT64 = 1 << 63
 #: vLLM's default
 MAX_LOGPROBS = 20
+#: the schemas of tools together may take that many times what one schema may
+MAX_TOOL_SCHEMAS = 2.0
 _STRICT = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
@@ -216,12 +218,24 @@ AnyRequest = TypeVar("AnyRequest", bound=BaseModel)
 
 
 def _checked_tools(tools: Any, choice: Any, parallel: bool | None) -> ToolRequest | None:
+    """The three fields together; schemas that would become part of a grammar are looked at."""
     request = parse_tools(tools, choice, parallel)
-    for position, tool in enumerate(request.tools if request is not None else ()):
+    if request is None:
+        return None
+    taken = 0.0
+    for tool in request.callable:
+        if request.choice == "auto" and not tool.strict:
+            continue
         try:
-            check_schema(tool.parameters, f"tools[{position}].function.parameters")
+            taken += check_schema(tool.parameters, f"tools: the parameters of {tool.name}")
         except WrongValueError as error:
             raise InvalidRequestError(str(error), "tools") from error
+    if taken > MAX_TOOL_SCHEMAS:
+        raise InvalidRequestError(
+            "tools has schemas that are too large together to hold the answer to; allowed: fewer strict tools, or "
+            "tool_choice 'auto'.",
+            "tools",
+        )
     return request
 
 
@@ -332,7 +346,8 @@ def _validate(model: type[AnyRequest], body: dict[str, Any], refused: Mapping[st
         raise InvalidRequestError(f"{wrong} is {short(body[wrong])}: {refused[wrong].sentence}.", wrong)
     options = wanted.get("stream_options")
     if isinstance(options, dict):
-        wanted["stream_options"] = {name: value for name, value in options.items() if value is not None}
+        known = StreamOptions.model_fields
+        wanted["stream_options"] = {n: value for n, value in options.items() if value is not None or n not in known}
     try:
         return model.model_validate(wanted)
     except ValidationError as error:

@@ -99,8 +99,10 @@ def closed(schema: Any) -> Any:
     return result
 
 
-def check_schema(schema: object, where: str) -> None:
-    """Raises `WrongValueError` when compiling `schema` could take too much. `where` names it in the sentence."""
+def check_schema(schema: object, where: str) -> float:
+    """Raises `WrongValueError` when compiling `schema` could take too much. `where` names it in the sentence. Returns
+    how much of what is allowed it takes, from 0 to 1.
+    """
     if is_deeper(schema, MAX_DEPTH):
         raise WrongValueError(f"{where} is nested deeper than {MAX_DEPTH} levels; allowed: less.")
     look = _Look(schema, where)
@@ -114,7 +116,7 @@ def check_schema(schema: object, where: str) -> None:
             f"{where} is too large: with its references and allOf written out it has more than {MAX_NODES} parts; "
             f"allowed: at most that."
         )
-    look.check_counts()
+    return max(num_nodes / MAX_NODES, look.check_counts())
 
 
 def _children(node: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -229,7 +231,7 @@ class _Look:
             if isinstance(node.get(key), str):
                 self._patterns.setdefault(name, set()).add(key + node[key])
         multiple = node.get("multipleOf")
-        if isinstance(multiple, (int, float)) and multiple:
+        if type(multiple) in (int, float) and multiple:  # a bool is llguidance's to refuse
             self._multiples.append(_digits(multiple))
 
     def num_nodes(self) -> float:
@@ -278,7 +280,8 @@ class _Look:
         self._sizes[id(node), joined] = result
         return result
 
-    def check_counts(self) -> None:
+    def check_counts(self) -> float:
+        """The largest share of a limit that is taken. Raises `WrongValueError`."""
         if self._num_pattern_properties > MAX_PATTERN_PROPERTIES:
             raise WrongValueError(
                 f"{self._where} has {self._num_pattern_properties} patternProperties; "
@@ -292,20 +295,21 @@ class _Look:
                 f"{self._where} has values of multipleOf that are too large together; "
                 f"allowed: a sum of at most {MAX_MULTIPLES}, and a common multiple below it where schemas are joined."
             )
-        if not self._has_joins:
-            return
         everywhere = self._patterns.get("", set())
         most = max((len(found | everywhere) for found in self._patterns.values()), default=0)
-        if most > MAX_JOINED_PATTERNS:
+        if self._has_joins and most > MAX_JOINED_PATTERNS:
             raise WrongValueError(
                 f"{self._where} joins schemas (allOf, or keywords beside $ref or anyOf) and has {most} patterns for "
                 f"one property; allowed: at most {MAX_JOINED_PATTERNS} then."
             )
+        return max(self._num_pattern_properties / MAX_PATTERN_PROPERTIES, work / MAX_MULTIPLES)
 
 
 def _digits(number: float) -> int:
     """The integer behind a decimal: 0.25 is 25, 1500 is 15."""
-    return abs(int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits))))
+    if abs(number) > 1e15:  # too large whatever its digits are
+        return MAX_MULTIPLES + 1
+    return int("".join(map(str, Decimal(repr(number)).normalize().as_tuple().digits)))
 
 
 def _longest_chain(depths: dict[str, int], refers: dict[str, set[str]]) -> int:

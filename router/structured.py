@@ -58,7 +58,6 @@ def check_response_format(value: object) -> Constraint | None:
     """`response_format`; None for text. Raises `WrongValueError`."""
     if not isinstance(value, dict):
         raise WrongValueError(f"response_format is {short(value)}; allowed: an object with type {_FORMATS}.")
-    value = {key: item for key, item in value.items() if item is not None}
     kind = value.get("type")
     extra = set(value) - {"type", "json_schema"}
     if kind == "structural_tag" or "structural_tag" in extra:
@@ -111,12 +110,12 @@ def check_structured_outputs(value: object) -> Constraint | None:
         if key in given:
             raise WrongValueError(f"structured_outputs.{key} is {short(given[key])}: {reason}.")
     flags = ("disable_any_whitespace", "disable_additional_properties")
-    for key, item in given.items():
-        if key not in _KINDS and key not in flags:
+    for key, item in value.items():
+        if key not in _KINDS and key not in flags and key not in _REFUSED_PARTS:
             raise WrongValueError(
                 f"structured_outputs has an unknown field {short(key)}; allowed: {', '.join((*_KINDS, *flags))}."
             )
-        if (key in flags or key == "json_object") and not isinstance(item, bool):
+        if (key in flags or key == "json_object") and not isinstance(item, (bool, type(None))):
             raise WrongValueError(f"structured_outputs.{key} is {short(item)}; allowed: true or false.")
     kinds = [key for key in _KINDS if key in given and not (key == "json_object" and given[key] is False)]
     if len(kinds) > 1:

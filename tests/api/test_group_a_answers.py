@@ -46,6 +46,7 @@ def test_a04_stream_options_without_a_stream_are_refused(fake: ApiUnderTest, mor
     error_of(chat(fake, max_tokens=5, stream_options={"include_usage": True}, **more), 400, "stream_options")
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a06_batches_and_token_ids_are_prompts(real: ApiUnderTest) -> None:
     def tokens(text: str) -> int:
@@ -69,11 +70,13 @@ def test_a06_batches_and_token_ids_are_prompts(real: ApiUnderTest) -> None:
 
 @pytest.mark.parametrize("prompt", [[], [[]], ["x", [1, 2]]])
 def test_a06_shapes_that_are_no_prompt_are_refused(fake: ApiUnderTest, prompt: Any) -> None:
+    """They are refused before any replica is chosen, so no policy of placement ever sees them."""
     error_of(complete(fake, prompt=prompt, max_tokens=4), 400, "prompt")
     assert fake.http.get("/health").status_code == 200
     assert answer(complete(fake, max_tokens=4))["usage"]["completion_tokens"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.parametrize(
     ("asked", "num_top"),

@@ -29,6 +29,7 @@ def break_replica(api: ApiUnderTest, how: str) -> None:
     replica.runner.open()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["step", "kill"])
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 def test_a31_a_failure_after_the_first_chunk_is_told_in_the_stream(how: str, path: str) -> None:
@@ -41,7 +42,7 @@ def test_a31_a_failure_after_the_first_chunk_is_told_in_the_stream(how: str, pat
         chunks = wire.events(5)
         break_replica(api, how)
         data = b""
-        while piece := wire.chunk():
+        while piece := wire.chunk():  # ends with the last chunk: nothing follows the error
             data += piece
         *more, last = parse_events(data)
         chunks += more
@@ -56,6 +57,7 @@ def test_a31_a_failure_after_the_first_chunk_is_told_in_the_stream(how: str, pat
         assert api.metric("vllm:request_success_total", finished_reason="error") == 1
 
 
+@pytest.mark.slow
 def test_a31_the_official_client_raises() -> None:
     with (
         fake_api(is_open=False, dispatcher=NO_WAIT) as api,
@@ -79,6 +81,7 @@ def test_a31_the_official_client_raises() -> None:
         assert caught.value.message
 
 
+@pytest.mark.slow
 def test_a31_a_failure_before_the_first_chunk_is_a_plain_error() -> None:
     with fake_api(is_open=False, dispatcher=NO_WAIT) as api, Wire(api.port) as wire:
         wire.post(COMPLETIONS, {"prompt": "x", "max_tokens": 200, "stream": True})

@@ -103,6 +103,7 @@ def test_a16_without_a_replica_a_good_request_is_503(alone: ApiUnderTest) -> Non
     assert alone.http.get("/health").status_code == 503
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_a27_ids_that_are_no_token_are_refused_and_write_nowhere(real: ApiUnderTest) -> None:
     good = [{"prompt": prompt, "max_tokens": 40} for prompt in ("Count: one two three", "The capital of France is")]
@@ -147,6 +148,7 @@ def test_a28_huge_counts_and_lists_are_refused_before_anything_is_allocated(fake
     assert max(seconds) < 1
 
 
+@pytest.mark.slow
 def test_a40_a_huge_body_holds_nobody_up() -> None:
     huge = b'{"messages":[{"role":"user","content":"' + b"word " * (4 << 20) + b'"}],"max_tokens":1}'
     assert len(huge) > 20 << 20

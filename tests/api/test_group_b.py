@@ -40,6 +40,7 @@ def is_running(api: ApiUnderTest) -> bool:
     return bool(scheduler.running or scheduler.queued or scheduler.returning)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", ["close", "reset"])
 def test_b01_a_client_leaves_a_running_stream(leave: str) -> None:
     with fake_api(step_s=0.002, num_blocks=300) as api:
@@ -63,6 +64,7 @@ def test_b01_a_client_leaves_a_running_stream(leave: str) -> None:
         assert api.counter("finished_abort") == 20
 
 
+@pytest.mark.slow
 def test_b01_a_client_leaves_before_the_first_token_and_before_a_whole_answer() -> None:
     with fake_api(is_open=False) as api:
         runner = api.replicas[0].runner

@@ -368,6 +368,7 @@ def test_many_connections_that_say_nothing_cost_the_others_nothing(api: ApiUnder
 # ---- clients that are slow ----
 
 
+@pytest.mark.slow
 def test_a_body_that_does_not_come_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     with fake_api(body_timeout_s=0.05) as api:
         for framing in ("Content-Length: 100", "Transfer-Encoding: chunked"):
@@ -378,6 +379,7 @@ def test_a_body_that_does_not_come_is_given_up(caplog: pytest.LogCaptureFixture)
     assert [record for record in caplog.records if record.exc_info] == []
 
 
+@pytest.mark.slow
 def test_a_client_that_reads_late_gets_everything_and_holds_nobody_up(api: ApiUnderTest) -> None:
     """The tokens wait for a reader who does not read, and the engine does not; when it reads, all of them are there."""
     body = {"prompt": "x", "max_tokens": 1500, "n": 4, "ignore_eos": True, "temperature": 0.7, "seed": 1}

@@ -41,8 +41,8 @@ THINKING_TEMPLATE = TEMPLATE + "{# the answer begins with <think>, and </think> 
 
 
 @functools.cache
-def byte_level_bpe() -> tokenizers.Tokenizer:
-    """About 350 tokens: three special ones, the 256 bytes, some merges."""
+def byte_level_bpe(more_special: tuple[str, ...] = ()) -> tokenizers.Tokenizer:
+    """About 350 tokens: three special ones (and `more_special`), the 256 bytes, some merges."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -51,7 +51,7 @@ def byte_level_bpe() -> tokenizers.Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=350,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        special_tokens=[AddedToken(text, special=True) for text in SPECIAL],
+        special_tokens=[AddedToken(text, special=True) for text in (*SPECIAL, *more_special)],
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)

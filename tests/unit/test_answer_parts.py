@@ -142,6 +142,8 @@ def test_offsets_say_where_tokens_begin_in_the_text() -> None:
     stopped = told(text, [], [], is_chat=False, stops=("two",))
     assert (stopped.texts, stopped.ending[1]) == ("a🦙b ", "two")
     assert stopped.offsets == answer.offsets[: stopped.num_tokens]
+    held = told(text, [], [], is_chat=False, stops=("a🦙b two,",))  # all of it is held back until the end
+    assert (held.texts, held.offsets) == (text, answer.offsets)
 
 
 def test_held_tokens_are_told_with_the_text_they_end_up_in() -> None:

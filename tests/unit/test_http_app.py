@@ -358,6 +358,13 @@ def test_sequence_given_up_by_a_replica_is_an_error(reason: FinishReason) -> Non
     assert "error" in events(edge.chat(stream=True))[-1]
 
 
+def test_sequence_that_cannot_go_on_as_it_was_asked_for_is_a_400() -> None:
+    edge = Edge()
+    edge.backend.make_steps = lambda request: [[TokenEvent(0, [], FinishReason.INVALID)]]
+    assert_error(edge.chat(), 400)
+    assert_error(edge.chat(stream=True), 400)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_stream_that_just_ends_is_an_error_and_no_short_text(stream: bool) -> None:
     edge = Edge()

@@ -293,6 +293,32 @@ def test_official_client() -> None:
             client.with_options(api_key="wrong").models.list()
 
 
+def test_official_client_reads_logprobs_and_tool_calls() -> None:
+    call = '<tool_call>{"name": "look", "arguments": {"at": "é🦙"}}</tool_call>'
+    parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
+    tools: list[Any] = [{"type": "function", "function": {"name": "look", "parameters": parameters}}]
+    body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "x"}], "tools": tools}
+    with (
+        served(FakeBackend("one " + call), max_model_len=8192) as url,
+        openai.OpenAI(base_url=url + "/v1", api_key="k", max_retries=0) as client,
+    ):
+        whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=2)
+        with client.chat.completions.stream(**body, logprobs=True, top_logprobs=2) as stream:
+            kinds = {event.type for event in stream}
+            streamed = stream.get_final_completion()
+        assert kinds >= {"content.delta", "tool_calls.function.arguments.delta", "tool_calls.function.arguments.done"}
+        for answer in (whole, streamed):
+            choice = answer.choices[0]
+            assert choice.finish_reason == "tool_calls"
+            assert (choice.message.content or "").strip() == "one"
+            assert choice.message.tool_calls is not None
+            (function,) = [entry.function for entry in choice.message.tool_calls if entry.type == "function"]
+            assert (function.name, json.loads(function.arguments)) == ("look", {"at": "é🦙"})
+            assert choice.logprobs is not None
+            assert {len(entry.top_logprobs) for entry in choice.logprobs.content or ()} == {2}
+        assert streamed.choices[0].logprobs == whole.choices[0].logprobs
+
+
 def test_official_client_raises_when_a_stream_breaks() -> None:
     backend = FakeBackend(TEXT)
     backend.make_steps = lambda request: one_token_steps(request.sequences, backend.token_ids, False)[:2]

@@ -10,13 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replica.messages import FinishReason, TokenLogprobs
+from router.answer import PROMPT_SLICE
+from router.app import create_app
 from router.backend import TokenEvent
+from router.chat_template import ChatTemplate
+from router.tokenizer import Tokenizer
+from tests.unit import http_fakes
 from tests.unit.http_fakes import (
     EOS,
+    TEMPLATE,
     THINKING_TEMPLATE,
     Edge,
     FakeBackend,
     assert_error,
+    byte_level_bpe,
     events,
     fake_logprobs,
     small_tokenizer,
@@ -180,6 +187,14 @@ def test_scoring_in_a_stream(max_tokens: int) -> None:
         assert {name: streamed[name] for name in choice} == choice
 
 
+def test_long_prompt_is_written_in_turns_and_whole() -> None:
+    ids = [token_id % 300 for token_id in range(3 * PROMPT_SLICE + 5)]
+    body = {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 1}
+    logprobs = whole_choice(Edge(max_model_len=1000), "complete", prompt_logprobs=0, **body)["logprobs"]
+    assert logprobs["token_logprobs"][1:-1] == [fake_logprobs(token_id, 1).logprob for token_id in ids[1:]]
+    assert streamed_choice(Edge(max_model_len=1000), "complete", **body)["logprobs"] == logprobs
+
+
 def test_one_dropped_token_is_ended_at_a_replica_that_goes_on() -> None:
     edge = Edge()
     edge.backend.make_steps = lambda request: [[TokenEvent(0, [5])], [TokenEvent(0, [6])]]
@@ -311,6 +326,17 @@ def test_reasoning_tokens_are_counted() -> None:
 def test_model_that_could_think_and_did_not() -> None:
     message = whole_choice(chat_edge(TEXT, THINKING_TEMPLATE), "chat")["message"]
     assert message == {"role": "assistant", "content": TEXT, "refusal": None, "reasoning": None}
+
+
+def test_markers_that_are_special_tokens_reach_the_parser() -> None:
+    backend = byte_level_bpe(("<tool_call>", "</tool_call>"))
+    added = {token.content: token.special for token in backend.get_added_tokens_decoder().values()}
+    codec = Tokenizer(backend, ChatTemplate(TEMPLATE + "{# <tool_call> {{ tools }} #}", added_tokens=added))
+    edge = Edge(max_model_len=8192)
+    edge.app = create_app(http_fakes.settings(max_model_len=8192), codec, edge.backend)
+    edge.backend.token_ids = codec.encode(CALL)
+    for make in (whole_choice, streamed_choice):
+        assert len(make(edge, "chat", tools=TOOLS)["message"]["tool_calls"]) == 1
 
 
 def test_stop_string_in_front_of_the_parser() -> None:

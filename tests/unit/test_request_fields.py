@@ -343,7 +343,16 @@ def test_schemas_of_tools_are_bounded_and_compiled() -> None:
         return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
     wild = tool({"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999_983}}})
+    refused(chat, "tools", "the parameters of f", "multipleOf", tools=[wild], tool_choice="required")
+    wild["function"]["strict"] = True
     refused(chat, "tools", "multipleOf", tools=[wild])
+    wild["function"]["strict"] = False
+    assert chat(tools=[wild]).tool_request is not None  # no grammar is made of it
+    product = {"allOf": [{"anyOf": [{"required": [f"{side}{n}"]} for n in range(30)]} for side in "ab"]}
+    many = [{"type": "function", "function": {"name": f"f{n}", "parameters": product}} for n in range(12)]
+    assert chat(tools=many[:4], tool_choice="required").tool_request is not None
+    refused(chat, "tools", "too large together", tools=many, tool_choice="required")
+    assert chat(tools=many).tool_request is not None
     wrong = tool({"type": "object", "properties": {"a": {"not": {}}}})
     refused(lambda: prepared(chat(tools=[wrong], tool_choice="required")), "tools", "not")
 
@@ -421,6 +430,13 @@ def test_arguments_become_an_object(arguments: Any, expected: Any) -> None:
 )
 def test_wrong_turns_of_tools(message: Any, said: str) -> None:
     refused(chat, "messages", said, messages=[USER, message])
+
+
+def test_message_objects_of_client_libraries_may_be_sent_back() -> None:
+    from openai.types.chat import ParsedChatCompletionMessage
+
+    message: Any = ParsedChatCompletionMessage(role="assistant", content='{"a": 1}', parsed={"a": 1})
+    assert chat(messages=[USER, message.model_dump()]).messages[1] == {"role": "assistant", "content": '{"a": 1}'}
 
 
 def test_reasoning_of_an_earlier_turn_has_both_names() -> None:

@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, normalizers
+from tokenizers import AddedToken, decoders, models, normalizers
 
 from replica.errors import ModelLoadError
 from router.detokenizer import ByteDetokenizer
@@ -112,3 +112,23 @@ def test_router_text_side_imports_neither_torch_nor_transformers() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
     )
     assert found.stdout.strip() == "[]"
+
+
+def test_bytes_of_tokens() -> None:
+    tokenizer = small_tokenizer()
+    text = "a🦙b 삼겹살 two<|im_end|>"
+    pieces = [tokenizer.token_bytes(token_id) for token_id in tokenizer.encode(text)]
+    assert b"".join(piece or b"?" for piece in pieces) == text.encode()
+    assert any(piece and len(piece) == 1 and piece[0] > 127 for piece in pieces)  # a part of a character
+    assert tokenizer.token_bytes(10**6) is None
+
+
+def test_bytes_of_tokens_that_sentencepiece_wrote() -> None:
+    vocabulary = {"<s>": 0, "\u2581one": 1, "two": 2, "<0xF0>": 3, "\u2581": 4}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer = Tokenizer(backend)
+    assert [tokenizer.token_bytes(token_id) for token_id in range(6)] == [b"<s>", b" one", b"two", b"\xf0", b" ", None]
