@@ -71,7 +71,17 @@ As vLLM's: `id` (`cmpl-...`, `chatcmpl-...`), `object`, `created`, `model`, `cho
 Streams: each event is `data: <JSON>`, the last is `data: [DONE]`. A chat begins with one chunk for each choice that
 has `delta.role`; the chunk with `finish_reason` may carry the last text. An error after the first token is a last
 event `data: {"error": ...}` without `[DONE]` behind it, so that no client takes a part for the whole (vLLM adds
-`[DONE]`).
+`[DONE]`). A chunk holds the text of one token, or of more: half a character and what may become a stop string wait,
+and to a reader who is slow several steps go as one. Joined, the chunks are the whole answer, logprobs and ids included;
+only a tool call that breaks in the middle was already begun in a stream, and is text in a whole answer.
+
+Logprobs have one entry for each of `completion_tokens`, the eos or stop token that ended the answer included (OpenAI:
+not), and none for tokens behind a stop string. A completion's `top_logprobs` hold the tokens asked for and the chosen
+one, by text: of two tokens with one text the likelier is told. A chat's are exactly as many as asked for. A part of a
+character has U+FFFD as its text and true `bytes`. Minus infinity is -9999.0. With `echo` the prompt's tokens come
+first, the first of them null; `text_offset` is the place in `text`. `prompt_logprobs` are in each choice of a completion, and
+at the top of a chat's answer, in vLLM's form. Token ids, logprobs and usage of a dropped token (`max_tokens` 0) are not
+told.
 """
 
 #: thing, rule, vLLM
@@ -87,10 +97,11 @@ STRUCTURED_RULES: tuple[tuple[str, str, str], ...] = (
     (
         "additional properties",
         (
-            "allowed unless the schema says no, in the order properties, others; `disable_additional_properties` "
-            "closes objects that list properties"
+            "an object that lists `properties` allows no others unless it has `additionalProperties` (the answer fits "
+            "the schema either way, and a model finds no end of an open object); not where `allOf` occurs, nor beside "
+            "`anyOf`, `oneOf` or `$ref`. `disable_additional_properties` changes nothing"
         ),
-        "same",
+        "the same, by its default backend",
     ),
     (
         "`oneOf`",

@@ -1,8 +1,8 @@
 """PURE. What a chat answer is made of beside plain text: reasoning and tool calls, found in the text as it arrives.
 
-The seam between `generation.py`, which has text, and the parsers, which know how a family of models writes tool calls and
-thoughts. A `ReplyPlan` is decided with the prompt (`tool_plan.py`) and travels with the prepared request; `make_parser`
-(`reply_parser.py`) turns it into a fresh `MessageParser` for each choice.
+The seam between `generation.py`, which has text, and the parsers, which know how a family of models writes tool calls
+and thoughts. A `ReplyPlan` is decided with the prompt (`tool_plan.py`) and travels with the prepared request;
+`make_parser` (`reply_parser.py`) turns it into a fresh `MessageParser` for each choice.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-#: how a model writes tool calls: `<tool_call>{...}</tool_call>` (Hermes, Qwen, SmolLM2), or bare JSON with `parameters`,
-#: optionally behind `<|python_tag|>` (Llama 3)
+#: how a model writes tool calls: `<tool_call>{...}</tool_call>` (Hermes, Qwen, SmolLM2), or bare JSON with
+#: `parameters`, optionally behind `<|python_tag|>` (Llama 3)
 ToolFormat = Literal["hermes", "llama3_json"]
 
 

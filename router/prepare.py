@@ -28,6 +28,8 @@ from router.tool_plan import TemplateFacts, ToolPlan, ToolRequest, plan_tools
 MAX_BAD_WORDS_ON_LOOP = 16
 #: of a token id on the wire, at most
 _BYTES_PER_ID = 5
+#: most logprobs of prompts in one answer: about 64 bytes of JSON each
+MAX_PROMPT_LOGPROBS = 1 << 20
 
 
 class ChatRenderer(Protocol):
@@ -226,6 +228,7 @@ def prepare(
     drops_output = request.max_tokens == 0 and num_prompt_logprobs(request) is not None
     common = resolved(request, settings, codec.encode, prompts.grammar)
     _check_message_size(request, prompts.token_ids, common)
+    _check_prompt_logprobs(request, prompts.token_ids, common)
     sequences = []
     for position, prompt in enumerate(prompts.token_ids):
         limit = 1 if drops_output else limits[position]
@@ -269,6 +272,21 @@ def _check_message_size(request: ChatOrCompletion, prompts: list[list[int]], sam
             f"The request is about {num_bytes >> 20} MiB for a replica, with prompt, grammar and token ids repeated "
             f"for each of {request.n * len(prompts)} sequences; allowed: {MAX_MESSAGE_BYTES >> 21} MiB. Ask for fewer.",
             "n" if request.n > 1 else "prompt",
+        )
+
+
+def _check_prompt_logprobs(request: ChatOrCompletion, prompts: list[list[int]], sampling: SamplingParams) -> None:
+    """They are told at once and for each sequence, so a short request could ask for gigabytes. Raises
+    `InvalidRequestError`.
+    """
+    if sampling.num_prompt_logprobs is None:
+        return
+    num_told = request.n * sum(map(len, prompts)) * (sampling.num_prompt_logprobs + 1)
+    if num_told > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"The request asks for {num_told} logprobs of prompts (tokens x n x alternatives); "
+            f"allowed: {MAX_PROMPT_LOGPROBS}.",
+            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
         )
 
 

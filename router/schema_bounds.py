@@ -83,18 +83,34 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def closed(schema: Any) -> Any:
-    """A copy in which objects that list properties allow no others, unless they say what others may be."""
+    """A copy in which objects that list properties allow no others, unless they say what others may be.
+
+    What fits the copy fits the schema. An open object is what a model never gets out of, and clients such as
+    instructor send open ones (pydantic's default) and expect an end; vLLM's grammars close them too. Nothing is closed
+    where `allOf` occurs, and no object whose properties are joined with those of another schema: that could leave
+    nothing that fits.
+    """
+    return schema if _has_key(schema, "allOf") else _closed(schema)
+
+
+def _has_key(schema: Any, key: str) -> bool:
+    if isinstance(schema, dict):
+        return key in schema or any(_has_key(item, key) for item in schema.values())
+    return isinstance(schema, list) and any(_has_key(item, key) for item in schema)
+
+
+def _closed(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     result: dict[str, Any] = {}
     for key, value in schema.items():
         if key in _MAPS or key in ("$defs", "definitions"):
-            result[key] = {name: closed(item) for name, item in value.items()} if isinstance(value, dict) else value
+            result[key] = {name: _closed(item) for name, item in value.items()} if isinstance(value, dict) else value
         elif key in _LISTS or key in _SINGLES:
-            result[key] = [closed(item) for item in value] if isinstance(value, list) else closed(value)
+            result[key] = [_closed(item) for item in value] if isinstance(value, list) else _closed(value)
         else:
             result[key] = value
-    if "properties" in result or "patternProperties" in result:
+    if ("properties" in result or "patternProperties" in result) and not any(key in result for key in _JOINING):
         result.setdefault("additionalProperties", False)
     return result
 

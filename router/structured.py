@@ -122,10 +122,7 @@ def check_structured_outputs(value: object) -> Constraint | None:
         raise WrongValueError(f"structured_outputs has {' and '.join(kinds)}; allowed: one of them.")
     if not kinds:
         return None
-    constraint = _PARTS[kinds[0]](given[kinds[0]])
-    if constraint.kind == "schema" and given.get("disable_additional_properties"):
-        return msgspec.structs.replace(constraint, value=closed(constraint.value))
-    return constraint
+    return _PARTS[kinds[0]](given[kinds[0]])
 
 
 def _json_part(value: object) -> Constraint:
@@ -182,7 +179,7 @@ def grammar_of(constraint: Constraint) -> str:
     limits. Raises `InvalidRequestError`.
     """
     if constraint.kind == "schema":
-        schema = {key: value for key, value in constraint.value.items() if key != "x-guidance"}
+        schema = {key: value for key, value in closed(constraint.value).items() if key != "x-guidance"}
         part: dict[str, Any] = {"json_schema": {**schema, "x-guidance": JSON_STYLE}}
     elif constraint.kind == "regex":
         part = {"lark_grammar": _lark_of_regex(constraint.value)}

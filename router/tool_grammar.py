@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from router.message_parts import ToolFormat
-from router.schema_bounds import check_schema
+from router.schema_bounds import check_schema, closed
 from router.structured import JSON_STYLE
 from router.tool_request import Tool
 
@@ -50,7 +50,7 @@ def check_schemas(tools: Sequence[Tool]) -> None:
 
 def _inside(tool: Tool, place: str) -> Any:
     """The schema of the arguments as a part of another one, without what counts only at the top of a schema."""
-    parameters = {key: value for key, value in tool.parameters.items() if key not in _TOP_KEYS}
+    parameters = {key: value for key, value in closed(tool.parameters).items() if key not in _TOP_KEYS}
     return _moved(parameters, place)
 
 

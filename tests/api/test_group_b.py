@@ -67,16 +67,18 @@ def test_b01_a_client_leaves_a_running_stream(leave: str) -> None:
 @pytest.mark.slow
 def test_b01_a_client_leaves_before_the_first_token_and_before_a_whole_answer() -> None:
     with fake_api(is_open=False) as api:
-        runner = api.replicas[0].runner
+        core, runner = api.replicas[0].engine.core, api.replicas[0].runner
         for stream in (True, False):
             with Wire(api.port) as wire:
                 wire.post(COMPLETIONS, body(4000, stream=stream))
                 api.until(lambda: api.backend.load() == 1 and is_running(api))
                 if not stream:
                     runner.gate.release(3)  # some tokens are there, the answer is not
-                    api.until(lambda: api.replicas[0].engine.core.scheduler.counters.generation_tokens >= 2)
+                    api.until(lambda: core.scheduler.counters.generation_tokens >= 2)
             api.until(lambda: api.backend.load() == 0)
-            runner.gate.release(3)
+            # the router knows; the replica hears of it in the middle of a step, and ends the sequence with that step
+            api.until(lambda: all(sequence.abort_reason for sequence in core.scheduler.living()))
+            runner.gate.release(1)
             api.until(lambda: not is_running(api))
         runner.open()
         api.check_idle()

@@ -14,12 +14,6 @@ from tests.clients.checking import HELLO, Checks, Person, Server
 check = Checks("instructor")
 
 
-class ClosedPerson(Person):
-    """A person and nothing else. Without `forbid` the schema allows more properties, and a small model never stops."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
 class AnyObject(BaseModel):
     """JSON mode asks for an object and not for a certain one: what a small model makes of its keys is open."""
 
@@ -30,7 +24,7 @@ def client_of(server: Server, mode: instructor.Mode) -> Any:
     return instructor.from_openai(OpenAI(base_url=server.url, api_key="none", max_retries=0), mode=mode)
 
 
-def ask(server: Server, mode: instructor.Mode, model: Any = ClosedPerson, **more: Any) -> Any:
+def ask(server: Server, mode: instructor.Mode, model: Any = Person, **more: Any) -> Any:
     given = {"messages": HELLO, "max_tokens": 120, "temperature": 0, "max_retries": 0, **more}
     return client_of(server, mode).chat.completions.create(model=server.model, response_model=model, **given)
 
@@ -65,7 +59,7 @@ def json_mode(server: Server) -> None:
 def with_completion(server: Server) -> None:
     client = client_of(server, instructor.Mode.TOOLS)
     person, completion = client.chat.completions.create_with_completion(
-        model=server.model, response_model=ClosedPerson, messages=HELLO, max_tokens=120, temperature=0, max_retries=0
+        model=server.model, response_model=Person, messages=HELLO, max_tokens=120, temperature=0, max_retries=0
     )
     assert isinstance(person, Person)
     assert completion.usage.completion_tokens > 1
@@ -77,7 +71,7 @@ def partial_in_a_stream(server: Server) -> None:
         stages = list(
             client_of(server, mode).chat.completions.create_partial(
                 model=server.model,
-                response_model=ClosedPerson,
+                response_model=Person,
                 messages=HELLO,
                 max_tokens=120,
                 temperature=0,
@@ -94,7 +88,7 @@ def asynchronous(server: Server) -> None:
         async with AsyncOpenAI(base_url=server.url, api_key="none", max_retries=0) as plain:
             client = instructor.from_openai(plain, mode=instructor.Mode.TOOLS)
             person = await client.chat.completions.create(
-                model=server.model, response_model=ClosedPerson, messages=HELLO, max_tokens=120, max_retries=0
+                model=server.model, response_model=Person, messages=HELLO, max_tokens=120, max_retries=0
             )
             assert isinstance(person, Person)
 

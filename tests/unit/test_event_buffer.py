@@ -19,7 +19,7 @@ from replica.messages import (
     TokenLogprobs,
 )
 from router.backend import TokenEvent
-from router.event_buffer import MAX_JOINED, EventBuffer
+from router.event_buffer import MAX_JOINED, EventBuffer, join
 from router.live_stream import LiveStream
 
 
@@ -62,6 +62,9 @@ def test_reader_that_keeps_up_sees_each_step_as_it_came() -> None:
 def test_what_comes_first_and_last_is_kept() -> None:
     buffer = EventBuffer()
     prompt = [TokenLogprobs(-1.0, 1)]
+    buffer.push([TokenEvent(0, [1], None, None, 32, [], prompt, Stages(1.0))])
+    buffer.push([TokenEvent(0, [2])])
+    assert join(buffer.pop()[0], TokenEvent(0, [9])).stages == Stages(1.0)
     buffer.push([TokenEvent(0, [1], None, None, 32, [], prompt, Stages(1.0))])
     buffer.push([TokenEvent(0, [2])])
     buffer.push([TokenEvent(0, [7], FinishReason.STOP, 7, 0, [], [], Stages(1.0, 2.0, 3.0, 1))])

@@ -195,6 +195,16 @@ def test_long_prompt_is_written_in_turns_and_whole() -> None:
     assert streamed_choice(Edge(max_model_len=1000), "complete", **body)["logprobs"] == logprobs
 
 
+@pytest.mark.parametrize(("field", "more"), [("prompt_logprobs", {}), ("logprobs", {"echo": True})])
+def test_short_request_cannot_ask_for_gigabytes_of_logprobs(field: str, more: dict[str, Any]) -> None:
+    edge = Edge(max_model_len=1 << 20)
+    body = {"prompt": [1] * 1000, "max_tokens": 1, **more}
+    assert_error(edge.complete(n=50, **{field: 20}, **body), 400, field)
+    assert edge.backend.requests == []
+    assert edge.complete(n=1, **{field: 20}, **body).status_code == 200
+    assert edge.complete(n=50, logprobs=20, max_tokens=1).status_code == 200
+
+
 def test_one_dropped_token_is_ended_at_a_replica_that_goes_on() -> None:
     edge = Edge()
     edge.backend.make_steps = lambda request: [[TokenEvent(0, [5])], [TokenEvent(0, [6])]]

@@ -33,6 +33,8 @@ class PicklingServer:
         return sum(len(message["body"]) for message in self.queue)
 
     def take(self) -> None:
+        if not self.queue:
+            return
         self.batch = list(self.queue)
         self.queue.clear()
         self.received += pickle.loads(pickle.dumps(self.batch))
@@ -43,11 +45,11 @@ class WaitingServer:
 
     def __init__(self) -> None:
         self.is_writable = asyncio.Event()
-        self.num_bytes = 0
+        self.sizes: list[int] = []
 
     async def send(self, message: Message) -> None:
         await self.is_writable.wait()
-        self.num_bytes += len(message["body"])
+        self.sizes.append(len(message["body"]))
 
 
 async def until_idle(task: asyncio.Task[Any]) -> None:
@@ -93,10 +95,10 @@ def test_server_that_waits_itself_is_not_waited_for_twice() -> None:
 
         task = asyncio.create_task(write_all())
         await until_idle(task)
-        assert (task.done(), server.num_bytes) == (False, 0)
+        assert (task.done(), server.sizes) == (False, [])
         server.is_writable.set()
         await asyncio.wait_for(task, 5)
-        assert server.num_bytes == 300 * len(PIECE)
+        assert server.sizes == [len(PIECE)] * 300
 
     asyncio.run(run())
 
@@ -122,6 +124,16 @@ def test_long_answer_goes_in_pieces(num_bytes: int) -> None:
         assert not last.get("more_body")
         assert (num_bytes > PIECE_BYTES) == bool(bodies)
         assert most <= 2 * MARK_BYTES + PIECE_BYTES
+
+    asyncio.run(run())
+
+
+def test_long_chunk_goes_in_pieces() -> None:
+    async def run() -> None:
+        server = WaitingServer()
+        server.is_writable.set()
+        await StreamSender(server.send).write(b"x" * (3 * PIECE_BYTES + 1))
+        assert server.sizes == [PIECE_BYTES] * 3 + [1]
 
     asyncio.run(run())
 

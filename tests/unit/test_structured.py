@@ -48,12 +48,20 @@ def test_json_is_written_in_one_way() -> None:
         assert not accepts(constraint, spaced)
 
 
-def test_additional_properties_are_as_the_schema_says() -> None:
+def test_objects_that_list_properties_are_closed_unless_they_say_otherwise() -> None:
     more = '{"a": 1, "z": 2}'
-    assert accepts(wanted(json=SCHEMA), more)
-    assert not accepts(wanted(json={**SCHEMA, "additionalProperties": False}), more)
-    assert not accepts(wanted(json=SCHEMA, disable_additional_properties=True), more)
-    assert accepts(wanted(json={**SCHEMA, "additionalProperties": True}, disable_additional_properties=True), more)
+    assert not accepts(wanted(json=SCHEMA), more)
+    assert not accepts(wanted(json=SCHEMA, disable_additional_properties=False), more)
+    assert accepts(wanted(json={**SCHEMA, "additionalProperties": True}), more)
+    assert accepts(wanted(json={"type": "object"}), more)
+
+
+def test_nothing_is_closed_that_is_joined_with_something_else() -> None:
+    """Each half would forbid the other's properties, and nothing would fit."""
+    parts = [{"properties": {name: {"const": 1}}, "required": [name]} for name in "ab"]
+    assert accepts(wanted(json={"type": "object", "allOf": parts}), '{"a": 1, "b": 1}')
+    joined = {"type": "object", "$ref": "#/$defs/b", **parts[0], "$defs": {"b": parts[1]}}
+    assert "additionalProperties" not in closed(joined)
 
 
 def test_closed_reaches_everywhere_and_no_data() -> None:

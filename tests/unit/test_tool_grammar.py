@@ -255,10 +255,12 @@ def test_references_move_with_their_schema_and_data_does_not_change() -> None:
     parameters = {
         "properties": {"$ref": {"$ref": "#/$defs/a"}, "const": {"$ref": "#"}, "x": {"const": {"$ref": "#/a"}}},
         "$defs": {"a": {"items": [{"$ref": "#/properties/x"}], "$ref": "http://else/x"}},
+        "additionalProperties": True,
     }
     moved = call_schema(Tool("f", "", parameters), "arguments")["properties"]["arguments"]
     at = "#/properties/arguments"
     assert moved == {
+        "additionalProperties": True,
         "properties": {
             "$ref": {"$ref": f"{at}/$defs/a"},
             "const": {"$ref": at},
