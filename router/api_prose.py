@@ -79,9 +79,8 @@ Logprobs have one entry for each of `completion_tokens`, the eos or stop token t
 not), and none for tokens behind a stop string. A completion's `top_logprobs` hold the tokens asked for and the chosen
 one, by text: of two tokens with one text the likelier is told. A chat's are exactly as many as asked for. A part of a
 character has U+FFFD as its text and true `bytes`. Minus infinity is -9999.0. With `echo` the prompt's tokens come
-first, the first of them null; `text_offset` is the place in `text`. `prompt_logprobs` are in each choice of a completion, and
-at the top of a chat's answer, in vLLM's form. Token ids, logprobs and usage of a dropped token (`max_tokens` 0) are not
-told.
+first, the first of them null; `text_offset` is the place in `text`. `prompt_logprobs` are in each choice of a
+completion, and at the top of a chat's answer, in vLLM's form. With `max_tokens` 0 nothing of the output is told.
 """
 
 #: thing, rule, vLLM
