@@ -20,13 +20,13 @@ import aiohttp
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group country problem hand "
     "part place case week company system program question work government number night point home water room mother"
-).split(" ")
+)
 
 
 def long_prompt(num_tokens: int, seed: int) -> str:
     """About `num_tokens` tokens of text."""
     rng = random.Random(seed)
-    return " ".join(rng.choices(_WORDS, k=num_tokens))
+    return " ".join(rng.choices(_WORDS.split(), k=num_tokens))
 
 
 async def flood(url: str, num_tokens: int, period_s: float) -> Counter[int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore, RouterOutputs
-from replica.errors import EngineError
+from replica.errors import EngineError, InvalidRequestError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -166,8 +166,15 @@ class Engine:
         error = None
         try:
             await self._runner.prepare_grammar(grammar)
-        except Exception as failure:
-            error = str(failure) or "the grammar cannot be compiled"
+        except asyncio.CancelledError:
+            raise
+        except InvalidRequestError as invalid:
+            error = str(invalid)
+        except BaseException:  # a panic of the library is no Exception; nobody may wait for ever because of it
+            logger.exception("a grammar could not be compiled; what waits for it is tried elsewhere")
+            self._publish(self.core.grammar_failed(grammar, self._clock()))
+            self._kick()
+            return
         self._publish(self.core.grammar_compiled(grammar, error, self._clock()))
         self._kick()
 

@@ -8,6 +8,7 @@ Both run this code.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Collection
 
 from replica.block_hash import root_hash
 from replica.block_manager import BlockManager
@@ -32,7 +33,7 @@ from replica.step import RunnerInfo, StepPlan, StepResult
 #: the drain rate is a mean over this many seconds
 _RATE_WINDOW_S = 5.0
 #: grammars that the runner is known to have compiled; it keeps at least as many (`replica/grammar.py`)
-MAX_KNOWN_GRAMMARS = 64
+MAX_KNOWN_GRAMMARS = 48
 
 RouterOutputs = dict[RouterId, list[SequenceOutput]]
 
@@ -82,6 +83,7 @@ class EngineCore:
         for sequence in list(self._requests.get((router_id, request_id), ())):
             if indices is not None and sequence.index not in indices:
                 continue
+            self._stop_waiting(sequence)
             self.scheduler.abort(sequence, FinishReason.ABORT, now)
             self._forget(
                 sequence
@@ -96,6 +98,13 @@ class EngineCore:
         """Grammars that accepted sequences wait for, each once: have them compiled, then call `grammar_compiled`."""
         wanted, self._wanted_grammars = self._wanted_grammars, []
         return wanted
+
+    def grammar_failed(self, grammar: str, now: float) -> RouterOutputs:
+        """It could not be compiled, and not for its own sake: what waited for it is tried elsewhere."""
+        waiting = [s for s in self._waiting_for.pop(grammar, []) if s.status is not Status.FINISHED]
+        for sequence in waiting:
+            self.scheduler.abort(sequence, FinishReason.ERROR, now)
+        return self._outputs([Progress(sequence, [], FinishReason.ERROR) for sequence in waiting])
 
     def grammar_compiled(self, grammar: str, error: str | None, now: float) -> RouterOutputs:
         """What waited for `grammar` may run, or ends as invalid with the compiler's sentence."""
@@ -237,9 +246,17 @@ class EngineCore:
             raise NeverFitsError(
                 f"the prompt has {num_tokens} tokens, but {name} holds {limit} with at least one of output", "prompt"
             )
-        token_ids = sequence.prompt_token_ids + sequence.output_token_ids
-        if min(token_ids) < 0 or max(token_ids) >= self.info.vocab_size:
-            raise InvalidRequestError(f"token ids must lie in [0, {self.info.vocab_size})", "prompt")
+        self._check_ids(sequence.prompt_token_ids, "prompt")
+        self._check_ids(sequence.output_token_ids, "prompt")
+        sampling = sequence.sampling
+        self._check_ids(sampling.allowed_token_ids, "allowed_token_ids")
+        self._check_ids(list(sampling.logit_bias), "logit_bias")
+        self._check_ids([token_id for word in sampling.bad_words for token_id in word], "bad_words")
+
+    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
+        """The runner indexes with them. A router that knows a larger vocabulary must not stop a step of others."""
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.info.vocab_size):
+            raise InvalidRequestError(f"token ids of {param} must lie in [0, {self.info.vocab_size})", param)
 
     def _accept(self, router_id: RouterId, request: GenerateRequest, now: float) -> None:
         root = root_hash(self.info.model_fingerprint, request.cache_salt)
@@ -265,6 +282,11 @@ class EngineCore:
             self.scheduler.add(sequence, is_blocked=self._must_wait_for_grammar(sequence))
         self._requests[(router_id, request.request_id)] = sequences
         self._max_queued_seen = max(self._max_queued_seen, self.scheduler.num_queued)
+
+    def _stop_waiting(self, sequence: Sequence) -> None:
+        waiting = self._waiting_for.get(sequence.sampling.grammar)
+        if waiting is not None and sequence in waiting:
+            waiting.remove(sequence)
 
     def _must_wait_for_grammar(self, sequence: Sequence) -> bool:
         grammar = sequence.sampling.grammar

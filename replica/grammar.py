@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 #: compiled grammars kept: more than the engine core counts on (`engine_core.MAX_KNOWN_GRAMMARS`); one that is gone is
 #: only compiled again
-_MAX_COMPILED = 128
+_MAX_COMPILED = 64
 _MAX_ERROR_CHARS = 300
 
 
@@ -32,10 +32,18 @@ class GrammarError(Exception):
 
 
 class GrammarMatcher:
-    """Where one sequence is in its grammar."""
+    """Where one sequence is in its grammar.
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    Matchers of one grammar share what llguidance has learnt about it, and its limits count what all of them needed. So
+    that nobody fails because of others, a matcher that runs into a limit starts again on a compilation of its own.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, grammar: str, matcher: LLMatcher, vocab_size: int) -> None:
+        self._compiler = compiler
+        self._grammar = grammar
         self._matcher = matcher
+        self._is_alone = False
+        self._consumed: list[int] = []
         self._words = np.zeros((vocab_size + 31) // 32, np.int32)
         self._vocab_size = vocab_size
 
@@ -46,13 +54,27 @@ class GrammarMatcher:
         """
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
-            raise GrammarError(first_line(self._matcher.get_error()))
+            self._start_again()
+            return self.allowed()
         bits = np.unpackbits(self._words.view(np.uint8), bitorder="little")[: self._vocab_size]
         return bits.view(np.bool_)
 
     def consume(self, token_ids: list[int]) -> None:
         """Tokens that were chosen. Raises GrammarError when the grammar does not allow them."""
-        for token_id in token_ids:  # not `consume_tokens`, which does not take the eos of a grammar that is complete
+        for token_id in token_ids:  # in one call eos behind a complete grammar would be an error
+            if not self._matcher.consume_token(token_id):
+                self._start_again()
+                if not self._matcher.consume_token(token_id):
+                    raise GrammarError(first_line(self._matcher.get_error()))
+            self._consumed.append(token_id)
+
+    def _start_again(self) -> None:
+        """On a fresh compilation, up to the last token that was consumed. Raises GrammarError when this is one."""
+        if self._is_alone:
+            raise GrammarError(first_line(self._matcher.get_error()))
+        self._is_alone = True
+        self._matcher = self._compiler.compile_anew(self._grammar)
+        for token_id in self._consumed:
             if not self._matcher.consume_token(token_id):
                 raise GrammarError(first_line(self._matcher.get_error()))
 
@@ -76,7 +98,12 @@ class GrammarCompiler:
 
     def matcher(self, grammar: str) -> GrammarMatcher:
         """At the start of `grammar`; compiles it if need be. Raises InvalidRequestError."""
-        return GrammarMatcher(self._get(grammar).deep_copy(), self._vocab_size)
+        return GrammarMatcher(self, grammar, self._get(grammar).deep_copy(), self._vocab_size)
+
+    def compile_anew(self, grammar: str) -> LLMatcher:
+        """A compilation that shares nothing, and takes the place of a shared one that had run into its limits."""
+        self._compiled.pop(grammar, None)
+        return _compile(self._load_tokenizer(), grammar)
 
     def _get(self, grammar: str) -> LLMatcher:
         compiled = self._compiled.pop(grammar, None) or _compile(self._load_tokenizer(), grammar)

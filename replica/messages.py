@@ -36,7 +36,7 @@ GRAMMAR_LIMITS: dict[str, int] = {
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
     "max_items_in_row": 2_000,
-    "max_lexer_states": 50_000,
+    "max_lexer_states": 20_000,
 }
 #: upper bounds of the buckets of `ReplicaLoad.step_token_counts`, in tokens of a step; vLLM's
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import time
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from replica.sampling_rules import prompt_logprobs
 from replica.step import RunnerInfo, StepPlan, StepResult
 from replica.weights import WeightReader
 
+logger = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -153,6 +155,9 @@ class TorchModelRunner:
                 rules.apply(rows[index], output)
             except GrammarError as error:
                 failed[seq_ids[index]] = str(error)
+            except Exception:  # a bug in one sequence's rules may not stop the step of the others
+                logger.exception("the rules of sequence %d failed", seq_ids[index])
+                failed[seq_ids[index]] = "the rules of this request could not be applied"
         tokens = self._decoder.choose(batch)
         self._capture(seq_ids, logits)
         logprobs: dict[int, TokenLogprobs] = {}

@@ -32,6 +32,7 @@ class RunnerProcess:
         self._process = context.Process(target=_serve, args=(factory, far_end), daemon=True)
         self._far_end = far_end
         self._waiting: deque[asyncio.Future[bytes]] = deque()
+        self._grammars: deque[tuple[str, asyncio.Future[bytes]]] = deque()
 
     async def start(self) -> RunnerInfo:
         """Load the model. Raises EngineError with the far side's sentence."""
@@ -52,13 +53,24 @@ class RunnerProcess:
         return asyncio.ensure_future(_decoded(answer))
 
     async def prepare_grammar(self, grammar: str) -> None:
-        """In turn with the steps: the far side does one thing at a time. Raises EngineError with its sentence."""
-        answer = self._expect()
+        """In turn with the steps: the far side does one thing at a time. Raises InvalidRequestError."""
+        done: asyncio.Future[bytes] = self._loop.create_future()
+        self._grammars.append((grammar, done))
+        self._send_next_grammar()
+        await done
+
+    def _send_next_grammar(self) -> None:
+        """Only when the far side waits for orders: it then reads at once, however long the grammar is. In the middle of
+        a step both sides could wait for each other to read.
+        """
+        if self._waiting or not self._grammars:
+            return
+        grammar, done = self._grammars.popleft()
+        self._waiting.append(done)
         try:
             self._pipe.send_bytes(_GRAMMAR + grammar.encode())
         except OSError:
             self._lose()
-        await answer
 
     async def close(self) -> None:
         """End the process. Idempotent."""
@@ -78,8 +90,8 @@ class RunnerProcess:
         return future
 
     def _lose(self) -> None:
-        while self._waiting:
-            future = self._waiting.popleft()
+        while self._waiting or self._grammars:
+            future = self._waiting.popleft() if self._waiting else self._grammars.popleft()[1]
             if not future.done():
                 future.set_exception(EngineError("the runner process is gone"))
 
@@ -91,10 +103,13 @@ class RunnerProcess:
             self._lose()
             return
         future = self._waiting.popleft()
+        self._send_next_grammar()
         if future.done():
             return
         if data[:1] == b"!":
             future.set_exception(EngineError(data[1:].decode()))
+        elif data[:1] == b"?":
+            future.set_exception(InvalidRequestError(data[1:].decode()))
         else:
             future.set_result(data[1:])
 
@@ -104,7 +119,9 @@ async def _decoded(answer: asyncio.Future[bytes]) -> StepResult:
 
 
 def _serve(factory: Callable[[], ModelRunner], pipe: Connection) -> None:
-    """The far side: build, then one plan after the other. `=` leads a result, `!` the text of an error."""
+    """The far side: build, then one order after the other. `=` leads a result, `!` the text of an error, `?` that of a
+    client's mistake.
+    """
     name_thread(b"shoal-runner")
     try:
         runner = factory()
@@ -126,7 +143,7 @@ def _serve(factory: Callable[[], ModelRunner], pipe: Connection) -> None:
             else:
                 pipe.send_bytes(b"=" + msgspec.msgpack.encode(runner.execute(_plan_decoder.decode(data[1:]))))
         except InvalidRequestError as error:
-            pipe.send_bytes(b"!" + str(error).encode())
+            pipe.send_bytes(b"?" + str(error).encode())
         except Exception as error:
             pipe.send_bytes(b"!" + repr(error).encode())
     runner.close()

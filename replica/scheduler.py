@@ -112,8 +112,9 @@ class Scheduler:
         if sequence.status is Status.FINISHED:
             return True
         if sequence.in_step:
-            # the first reason stays: a drain must not announce as moved what its router gave up
-            sequence.abort_reason = sequence.abort_reason or reason
+            # A drain must not announce as moved what its router gave up, before or after: nobody is left to be told.
+            if sequence.abort_reason is not FinishReason.ABORT:
+                sequence.abort_reason = reason
             return False
         self._finish(sequence, reason, now)
         return True

@@ -83,7 +83,8 @@ class AnswerParts:
         if self._token_ids is not None:
             self._token_ids += counted
         if self._logprobs is not None and counted:
-            for token_id, offset, entry in zip(counted, offsets, logprobs[: len(counted)], strict=True):
+            told = zip(counted, offsets[: len(counted)], logprobs[: len(counted)], strict=True)
+            for token_id, offset, entry in told:
                 self._logprobs.add(token_id, offset, entry)
         if choice.finish_reason is not None and self._parser is not None:
             self._add_delta(self._parser.flush())

@@ -50,6 +50,7 @@ from router.prepare import PreparedRequest, TextCodec, check_request, needs_thre
 from router.request_body import Body, ClientGoneError
 from router.sse import error_event
 from router.stream_sender import StreamSender
+from router.structured import ReasonAgainst, reason_against
 
 Result = TypeVar("Result")
 _SSE_HEADERS = [
@@ -104,9 +105,8 @@ class GenerateEndpoint:
     def _prepare(self, request: ChatOrCompletion) -> PreparedRequest:
         edge = self._edge
         response_id = self._id_prefix + uuid.uuid4().hex
-        return prepare(
-            request, edge.settings, edge.codec, response_id, time.time(), functools.partial(secrets.randbits, 63)
-        )
+        seed = functools.partial(secrets.randbits, 63)
+        return prepare(request, edge.settings, edge.codec, response_id, time.time(), seed, edge.reason_against)
 
     async def _refuse(self, send: Send, error: Exception) -> None:
         log_error(error)
@@ -228,10 +228,16 @@ async def _on_error(request: Request, error: Exception) -> Response:
 
 
 def create_app(
-    settings: AppSettings, tokenizer: TextCodec, backend: Backend, clock: Callable[[], float] = time.monotonic
+    settings: AppSettings,
+    tokenizer: TextCodec,
+    backend: Backend,
+    clock: Callable[[], float] = time.monotonic,
+    reason_against: ReasonAgainst = reason_against,
 ) -> Starlette:
-    """The HTTP application. `clock` gives monotonic seconds. Holds two idle threads after the first long body."""
-    edge = Edge(settings, tokenizer, backend, clock)
+    """The HTTP application. `clock` gives monotonic seconds; `reason_against` judges clients' grammars: facing
+    strangers, let it be `GrammarChecker`'s. Holds two idle threads after the first long body.
+    """
+    edge = Edge(settings, tokenizer, backend, clock, reason_against)
     info = InfoEndpoints(edge)
     routes = [
         Route("/v1/completions", GenerateEndpoint(edge, parse_completion, "cmpl-"), methods=["POST"]),

@@ -21,6 +21,7 @@ from router import membership
 from router.app import create_app
 from router.app_settings import AppSettings
 from router.dispatcher import Dispatcher, DispatcherConfig
+from router.grammar_worker import GrammarChecker
 from router.live_backend import LiveBackend
 from router.placement import POLICIES
 from router.tokenizer import Tokenizer
@@ -52,7 +53,8 @@ class Router:
             router_id,
             self.settings.served_model_names[0],
         )
-        self._app = create_app(self.settings, tokenizer, self.backend)
+        self._grammars = GrammarChecker()
+        self._app = create_app(self.settings, tokenizer, self.backend, reason_against=self._grammars.reason_against)
         membership.LISTENERS.append((loop, self.backend.on_view))
         # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no
         # error

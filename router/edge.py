@@ -18,6 +18,7 @@ from router.backend import Backend
 from router.http_metrics import HttpMetrics
 from router.prepare import TextCodec
 from router.request_body import Body, BodyLimits, read_body
+from router.structured import ReasonAgainst
 
 Result = TypeVar("Result")
 
@@ -35,8 +36,16 @@ def _yield_to_the_loop() -> None:
 class Edge:
     """What all endpoints share."""
 
-    def __init__(self, settings: AppSettings, codec: TextCodec, backend: Backend, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: AppSettings,
+        codec: TextCodec,
+        backend: Backend,
+        clock: Callable[[], float],
+        reason_against: ReasonAgainst,
+    ) -> None:
         self.settings = settings
+        self.reason_against = reason_against
         self.codec = codec
         self.backend = backend
         #: monotonic seconds, for latencies

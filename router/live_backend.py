@@ -195,11 +195,13 @@ class LiveBackend:
 
     def _deliver(self, stream: LiveStream, replica_id: ReplicaId, outputs: list[SequenceOutput], now: float) -> None:
         request_id = stream.request.request_id
+        # of a sequence that ended here already (a stop string) nothing counts any more, its loss least of all
+        outputs = [output for output in outputs if stream.wants(output.index)]
         ends = {output.finish_reason for output in outputs}
         if FinishReason.INVALID in ends:
             # the client's mistake, found late: it would be the same on any other replica
             for output in outputs:
-                if output.finish_reason is FinishReason.INVALID and stream.wants(output.index):
+                if output.finish_reason is FinishReason.INVALID:
                     self._carry_out(self.dispatcher.abort(request_id))
                     self._end(request_id, InvalidRequestError(output.message))
                     return

@@ -30,7 +30,7 @@ RULES_OVER_FIELDS = (
     "response_format and structured_outputs: one of them",
     "tool_choice other than none only with tools",
     "prompts x n at most 1024 (max_sequences), and 32 MiB with what is repeated for each of them",
-    "logprobs of prompts (prompt tokens x n x alternatives) at most 1048576",
+    "logprobs of prompts, and of outputs (tokens x n x alternatives, the token itself too), at most 1048576 each",
     "the prompt and one token fit the context",
 )
 #: what the HTTP layer answers by itself: status -> when

@@ -21,15 +21,15 @@ from router.message_parts import ReplyPlan
 from router.openai_api import ChatOrCompletion, ChatRequest, CompletionRequest, TokenizeRequest
 from router.sampling import num_prompt_logprobs, resolved, sequence_seed
 from router.sentences import short
-from router.structured import check_grammar, grammar_of
+from router.structured import ReasonAgainst, check_grammar, grammar_of, reason_against
 from router.tool_plan import TemplateFacts, ToolPlan, ToolRequest, plan_tools
 
 #: tokenizing so many bad words (twice each, with and without a space) takes about 1 ms
 MAX_BAD_WORDS_ON_LOOP = 16
 #: of a token id on the wire, at most
 _BYTES_PER_ID = 5
-#: most logprobs of prompts in one answer: about 64 bytes of JSON each
-MAX_PROMPT_LOGPROBS = 1 << 20
+#: most logprobs of prompts, and of outputs, in one answer: about 64 bytes of JSON each
+MAX_LOGPROBS = 1 << 20
 
 
 class ChatRenderer(Protocol):
@@ -215,20 +215,22 @@ def prepare(
     response_id: str,
     now_s: float,
     random_seed: Callable[[], int],
+    against: ReasonAgainst = reason_against,
 ) -> PreparedRequest:
-    """Render, tokenize and resolve. `random_seed` gives 63 random bits. Call `check_request` before.
+    """Render, tokenize and resolve. `random_seed` gives 63 random bits, `against` judges grammars. Call `check_request`
+    before.
 
     Raises `InvalidRequestError` (template, empty prompt, grammar) or `NeverFitsError`.
     """
     if isinstance(request, ChatRequest):
-        prompts = _chat_prompts(request, settings, codec)
+        prompts = _chat_prompts(request, settings, codec, against)
     else:
-        prompts = _completion_prompts(request, settings, codec)
+        prompts = _completion_prompts(request, settings, codec, against)
     limits = [_clip(request, len(prompt), settings) for prompt in prompts.token_ids]
     drops_output = request.max_tokens == 0 and num_prompt_logprobs(request) is not None
     common = resolved(request, settings, codec.encode, prompts.grammar)
     _check_message_size(request, prompts.token_ids, common)
-    _check_prompt_logprobs(request, prompts.token_ids, common)
+    _check_logprobs(request, prompts.token_ids, limits, common)
     sequences = []
     for position, prompt in enumerate(prompts.token_ids):
         limit = 1 if drops_output else limits[position]
@@ -275,19 +277,24 @@ def _check_message_size(request: ChatOrCompletion, prompts: list[list[int]], sam
         )
 
 
-def _check_prompt_logprobs(request: ChatOrCompletion, prompts: list[list[int]], sampling: SamplingParams) -> None:
-    """They are told at once and for each sequence, so a short request could ask for gigabytes. Raises
-    `InvalidRequestError`.
+def _check_logprobs(
+    request: ChatOrCompletion, prompts: list[list[int]], limits: list[int], sampling: SamplingParams
+) -> None:
+    """A whole answer is kept until it is sent, at about 1.5 KB for a token with 20 alternatives, so a short request
+    could ask for gigabytes. Raises `InvalidRequestError`.
     """
-    if sampling.num_prompt_logprobs is None:
-        return
-    num_told = request.n * sum(map(len, prompts)) * (sampling.num_prompt_logprobs + 1)
-    if num_told > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequestError(
-            f"The request asks for {num_told} logprobs of prompts (tokens x n x alternatives); "
-            f"allowed: {MAX_PROMPT_LOGPROBS}.",
-            "logprobs" if request.prompt_logprobs is None else "prompt_logprobs",
-        )
+    for num_top, lengths, what in (
+        (sampling.num_prompt_logprobs, map(len, prompts), "prompts"),
+        (sampling.num_logprobs, limits, "outputs"),
+    ):
+        num_told = 0 if num_top is None else request.n * sum(lengths) * (num_top + 1)
+        if num_told > MAX_LOGPROBS:
+            by_prompt_logprobs = what == "prompts" and request.prompt_logprobs is not None
+            raise InvalidRequestError(
+                f"The request asks for up to {num_told} logprobs of {what} (tokens x n x alternatives); "
+                f"allowed: {MAX_LOGPROBS}.",
+                "prompt_logprobs" if by_prompt_logprobs else "logprobs",
+            )
 
 
 def plan_chat(request: ChatRequest | TokenizeRequest, codec: TextCodec, grammar: str = "") -> tuple[str, ToolPlan]:
@@ -331,12 +338,13 @@ def encode_checked(
     return token_ids
 
 
-def _chat_prompts(request: ChatRequest, settings: AppSettings, codec: TextCodec) -> _Prompts:
+def _chat_prompts(request: ChatRequest, settings: AppSettings, codec: TextCodec, against: ReasonAgainst) -> _Prompts:
     constraint = request.constraint
-    grammar = grammar_of(constraint) if constraint is not None else ""
+    grammar = grammar_of(constraint, against) if constraint is not None else ""
     text, plan = plan_chat(request, codec, grammar)
     if plan.grammar and plan.grammar != grammar:
-        check_grammar(plan.grammar, "tools" if request.tool_request is not None else "response_format")
+        param = "tools" if request.tool_request is not None else "response_format"
+        check_grammar(plan.grammar, param, against)
     token_ids = _encode_prompt(text, request, codec, settings, "messages")
     echo = ""
     if request.echo and request.messages[-1]["role"] == "assistant":
@@ -344,7 +352,9 @@ def _chat_prompts(request: ChatRequest, settings: AppSettings, codec: TextCodec)
     return _Prompts([token_ids], [echo] if echo else [], plan.grammar, plan)
 
 
-def _completion_prompts(request: CompletionRequest, settings: AppSettings, codec: TextCodec) -> _Prompts:
+def _completion_prompts(
+    request: CompletionRequest, settings: AppSettings, codec: TextCodec, against: ReasonAgainst
+) -> _Prompts:
     prompts: list[list[int]] = []
     echoes: list[str] = []
     for prompt in request.prompt:
@@ -358,7 +368,7 @@ def _completion_prompts(request: CompletionRequest, settings: AppSettings, codec
             is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
             echoes.append(str(prompt) if is_whole else codec.decode(token_ids, request.skip_special_tokens))
     constraint = request.constraint
-    return _Prompts(prompts, echoes, grammar_of(constraint) if constraint is not None else "")
+    return _Prompts(prompts, echoes, grammar_of(constraint, against) if constraint is not None else "")
 
 
 def _encode_prompt(

@@ -165,6 +165,9 @@ def _choice_part(value: object) -> Constraint:
     return Constraint("choice", tuple(dict.fromkeys(value)), STRUCTURED_OUTPUTS)
 
 
+#: why a grammar cannot be used, or ""
+ReasonAgainst = Callable[[str], str]
+
 _PARTS: dict[str, Callable[[object], Constraint]] = {
     "json": _json_part,
     "json_object": _json_object_part,
@@ -174,7 +177,7 @@ _PARTS: dict[str, Callable[[object], Constraint]] = {
 }
 
 
-def grammar_of(constraint: Constraint) -> str:
+def grammar_of(constraint: Constraint, against: ReasonAgainst) -> str:
     """The constraint as llguidance's JSON, `{"grammars": [one]}`, checked. Takes up to a second for what is near the
     limits. Raises `InvalidRequestError`.
     """
@@ -193,7 +196,7 @@ def grammar_of(constraint: Constraint) -> str:
         raise InvalidRequestError(
             f"{constraint.param} holds a value that cannot be written.", constraint.param
         ) from error
-    check_grammar(text, constraint.param)
+    check_grammar(text, constraint.param, against)
     return text
 
 
@@ -268,17 +271,24 @@ def _limits() -> Any:
     return llguidance.LLParserLimits(**limits, verbose_errors=False)
 
 
-def check_grammar(grammar: str, param: str) -> None:
-    """Raises `InvalidRequestError` with llguidance's reason when `grammar` is too long, wrong, too much work, or
-    satisfied by nothing. A grammar that names tokens of the model is checked without building it.
-    """
-    import llguidance
-
+def check_grammar(grammar: str, param: str, reason_against: ReasonAgainst) -> None:
+    """Raises `InvalidRequestError` when `grammar` is too long, or when there is a reason against it."""
     num_bytes = len(grammar.encode())
     if num_bytes > MAX_GRAMMAR_BYTES:
         raise InvalidRequestError(
             f"{param} makes a grammar of {num_bytes} bytes; allowed: at most {MAX_GRAMMAR_BYTES}.", param
         )
+    if reason := reason_against(grammar):
+        raise InvalidRequestError(f"{param} cannot be used: {reason}.", param)
+
+
+def reason_against(grammar: str) -> str:
+    """llguidance's reason in one line when `grammar` is wrong, too much work, or satisfied by nothing; else "". A
+    grammar that names tokens of the model is checked without building it. Not bounded in all cases: see
+    `grammar_worker.py`.
+    """
+    import llguidance
+
     matcher = llguidance.LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=_limits())
     reason = matcher.get_error()
     if not reason:
@@ -288,8 +298,7 @@ def check_grammar(grammar: str, param: str) -> None:
             reason = "nothing can satisfy it"
     elif "special token" in reason or "Token range" in reason:
         reason = llguidance.LLMatcher.validate_grammar(grammar, limits=_limits())
-    if reason:
-        raise InvalidRequestError(f"{param} cannot be used: {_reason(reason)}.", param)
+    return _reason(reason) if reason else ""
 
 
 def _reason(text: str) -> str:

@@ -46,8 +46,8 @@ class Told:
         self.num_tool_calls = 0
         self.ending: tuple[object, ...] = ()
 
-    def take(self, parts: AnswerParts, is_chat: bool) -> None:
-        if is_chat:
+    def take(self, parts: AnswerParts, is_chat: bool, is_plain: bool) -> None:
+        if is_chat and not is_plain:
             self.message = joined([self.message, parts.take_message()])
         else:
             self.texts += parts.take_text()
@@ -69,13 +69,14 @@ def told(
     is_chat: bool = True,
     streams: bool = True,
     with_eos: bool = True,
+    is_plain: bool = False,
 ) -> Told:
     """Put the tokens of `text` through in steps of `sizes`; take what there is after the steps that `takes` names."""
     tokenizer = small_tokenizer()
     names = TokenNames(tokenizer.token_bytes)
     numbers = itertools.count()
     logprobs: LogprobList = ChatLogprobs(names, 2) if is_chat else CompletionLogprobs(names, 2)
-    parser = make_parser(PLAN, lambda: str(next(numbers)), streams) if is_chat else None
+    parser = make_parser(PLAN, lambda: str(next(numbers)), streams) if is_chat and not is_plain else None
     parts = AnswerParts(keeps_ids=True, logprobs=logprobs, parser=parser)
     choice = Choice(0, tokenizer.detokenizer(), stops)
     ids = tokenizer.encode(text) + ([EOS] if with_eos else [])
@@ -87,7 +88,7 @@ def told(
         reason = (FinishReason.STOP if with_eos else FinishReason.LENGTH) if is_last else None
         parts.push(choice, step, reason, None, [fake_logprobs(token_id, 2) for token_id in step])
         if choice.finish_reason is not None or (takes_now and parts.has_news):
-            result.take(parts, is_chat)
+            result.take(parts, is_chat, is_plain)
         if choice.finish_reason is not None:
             break
     result.num_reasoning_tokens = parts.num_reasoning_tokens
@@ -107,15 +108,16 @@ steps = st.lists(st.integers(0, 9), max_size=12)
     st.sampled_from([(), (" two",), ("three", "e\n"), ("</tool", "🦙")]),
     st.booleans(),
     st.booleans(),
+    st.booleans(),
 )
 def test_steps_and_chunks_change_nothing(
-    text: str, cut: tuple[list[int], list[bool]], stops: tuple[str, ...], is_chat: bool, with_eos: bool
+    text: str, cut: tuple[list[int], list[bool]], stops: tuple[str, ...], is_chat: bool, with_eos: bool, is_plain: bool
 ) -> None:
-    whole = told(text, [], [], stops=stops, is_chat=is_chat, with_eos=with_eos)
-    pieces = told(text, *cut, stops=stops, is_chat=is_chat, with_eos=with_eos)
+    whole = told(text, [], [], stops=stops, is_chat=is_chat, with_eos=with_eos, is_plain=is_plain)
+    pieces = told(text, *cut, stops=stops, is_chat=is_chat, with_eos=with_eos, is_plain=is_plain)
     assert vars(pieces) == vars(whole)
     assert len(whole.token_ids) == len(whole.logprobs) == whole.num_tokens
-    unstreamed = told(text, [], [], stops=stops, is_chat=is_chat, with_eos=with_eos, streams=False)
+    unstreamed = told(text, [], [], stops=stops, is_chat=is_chat, with_eos=with_eos, is_plain=is_plain, streams=False)
     assert unstreamed.message.content == whole.message.content
     assert unstreamed.num_tool_calls == whole.num_tool_calls
 

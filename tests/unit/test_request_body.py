@@ -161,7 +161,9 @@ def receiving_then_leaving(body: bytes) -> Callable[[], Awaitable[Message]]:
 
 def test_threads_are_taken_in_turn_and_a_turn_ends_when_its_thread_does() -> None:
     async def run() -> None:
-        edge = SharedEdge(settings(num_tokenizer_threads=1), small_tokenizer(), FakeBackend(), lambda: 0.0)
+        edge = SharedEdge(
+            settings(num_tokenizer_threads=1), small_tokenizer(), FakeBackend(), lambda: 0.0, lambda grammar: ""
+        )
         running, may_end = threading.Event(), threading.Event()
         calls: list[int] = []
 
@@ -202,7 +204,7 @@ def test_a_body_that_is_refused_is_freed_without_the_garbage_collector() -> None
             await edge.compute(True, lambda _: 1 // 0, body)
 
     async def run() -> None:
-        edge = SharedEdge(settings(), small_tokenizer(), FakeBackend(), lambda: 0.0)
+        edge = SharedEdge(settings(), small_tokenizer(), FakeBackend(), lambda: 0.0, lambda grammar: "")
         body = LongBody()
         is_alive = weakref.ref(body)
         await refused(edge, body)

@@ -223,6 +223,27 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_in_one_line(compiler: Gram
     assert len(str(caught.value)) < 400
 
 
+def test_nobody_fails_because_of_what_others_did_with_the_grammar(compiler: GrammarCompiler) -> None:
+    """Matchers of one grammar share llguidance's states, and their limit: a regex with a state for each way through."""
+    from llguidance import LLMatcher
+
+    text = str(LLMatcher.grammar_from_regex("[a-d]*(a[a-d]{14}|b[a-d]{13}|c[a-d]{15})"))
+    rng = np.random.default_rng(3)
+    for _ in range(60):
+        matcher = compiler.matcher(text)
+        for token_id in rng.choice(ids("abcd"), 400).tolist():
+            assert matcher.allowed()[token_id]
+            matcher.consume([token_id])
+
+
+def test_min_tokens_holds_eos_back_under_a_grammar_even_where_eos_is_to_be_ignored(compiler: GrammarCompiler) -> None:
+    """Under a grammar eos ends the sequence all the same."""
+    sampling = SamplingParams(8, grammar=grammar({"type": "integer"}), min_tokens=3, ignore_eos=True)
+    row = np.zeros(99, np.float32)
+    SequenceRules(sampling, [1], ids("12"), 99, (98,), compiler).apply(row, np.asarray(ids("12"), np.int32))
+    assert not np.isfinite(row[98])
+
+
 def test_a_model_without_tokenizer_or_end_is_told(tmp_path: Path, compiler: GrammarCompiler) -> None:
     with pytest.raises(InvalidRequestError, match=r"lacks"):
         GrammarCompiler(tmp_path / "tokenizer.json", 10, (1,)).compile(grammar({"type": "null"}))

@@ -300,3 +300,42 @@ def test_the_routers_key_decides_and_not_the_order_of_submission() -> None:
     for arrival in (5.0, 3.0, 4.0):
         h.submit(f"at {arrival}", [int(arrival)], 2, arrival=arrival)
     assert h.names(h.core.scheduler.queued) == ["at 3.0", "at 4.0", "at 5.0"]
+
+
+def test_an_abort_after_a_hand_over_in_the_middle_of_a_step_leaves_nobody_to_tell() -> None:
+    """The drain marked it as moved, then its client left: the end of the step may not announce it a second time."""
+    h = Harness()
+    h.submit("a", [1, 2, 3])
+    plan = h.plan()
+    assert plan is not None
+    assert h.core.hand_over(h.now) == {}
+    h.core.abort(ROUTER, RequestId("a"), h.now)
+    h.finish(plan)
+    assert h.ends == {}
+    assert h.core.num_unfinished == 0
+
+
+def test_a_grammar_that_could_not_be_compiled_for_other_reasons_sends_its_sequences_elsewhere() -> None:
+    h = Harness()
+    h.submit("a", [1, 2, 3], grammar="g")
+    h.submit("b", [1, 2, 3], grammar="g")
+    h.core.abort(ROUTER, RequestId("b"), h.now)
+    assert h.core.take_wanted_grammars() == ["g"]
+    (outputs,) = h.core.grammar_failed("g", h.now).values()
+    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", FinishReason.ERROR)]
+    assert h.core.num_unfinished == 0
+    h.submit("c", [1, 2, 3], grammar="g")
+    assert h.core.take_wanted_grammars() == ["g"], "what failed once is tried again"
+
+
+def test_ids_that_the_runner_does_not_have_are_refused_and_stop_nobodys_step() -> None:
+    h = Harness()
+    for name, sampling in (
+        ("allowed_token_ids", {"allowed_token_ids": (VOCAB,)}),
+        ("logit_bias", {"logit_bias": {-1: 1.0}}),
+        ("bad_words", {"bad_words": ((1, VOCAB),)}),
+    ):
+        request = GenerateRequest(RequestId(name), [SequenceInput(0, [1], SamplingParams(4, **sampling))])  # type: ignore[arg-type]
+        reply = h.core.submit(ROUTER, request, 0, h.now)
+        assert reply.refusal is not None
+        assert name in reply.message

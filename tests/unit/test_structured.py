@@ -18,7 +18,14 @@ from replica.messages import GRAMMAR_LIMITS
 from router import structured
 from router.schema_bounds import check_schema, closed, is_deeper
 from router.sentences import WrongValueError
-from router.structured import Constraint, check_grammar, check_response_format, check_structured_outputs, grammar_of
+from router.structured import (
+    Constraint,
+    check_grammar,
+    check_response_format,
+    check_structured_outputs,
+    grammar_of,
+    reason_against,
+)
 
 
 def wanted(**parts: Any) -> Constraint:
@@ -32,7 +39,7 @@ def accepts(constraint: Constraint, text: str) -> bool:
     limits: dict[str, Any] = dict(GRAMMAR_LIMITS)
     tokenizer = structured._bytes_tokenizer()
     matcher = llguidance.LLMatcher(
-        tokenizer, grammar_of(constraint), log_level=0, limits=llguidance.LLParserLimits(**limits)
+        tokenizer, grammar_of(constraint, reason_against), log_level=0, limits=llguidance.LLParserLimits(**limits)
     )
     data = list(text.encode())
     return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
@@ -232,7 +239,7 @@ def test_wrong_structured_outputs(value: Any, said: str) -> None:
 )
 def test_what_cannot_be_followed_is_refused_with_the_reason(parts: dict[str, Any], said: str) -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        grammar_of(wanted(**parts))
+        grammar_of(wanted(**parts), reason_against)
     assert caught.value.param == "structured_outputs"
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -320,7 +327,9 @@ def test_hostile_input_is_followed_or_refused_in_little_time(name: str) -> None:
     outcome: list[str] = []
 
     started = time.process_time()
-    thread = threading.Thread(target=lambda: outcome.append(outcome_of(lambda: grammar_of(wanted(**HOSTILE[name])))))
+    thread = threading.Thread(
+        target=lambda: outcome.append(outcome_of(lambda: grammar_of(wanted(**HOSTILE[name]), reason_against)))
+    )
     thread.start()
     thread.join()
     assert time.process_time() - started < 2
@@ -350,7 +359,7 @@ def test_hostile_input_is_followed_or_refused_in_little_time(name: str) -> None:
     ],
 )
 def test_schemas_that_people_write_are_taken(schema: Any) -> None:
-    grammar_of(wanted(json=schema))
+    grammar_of(wanted(json=schema), reason_against)
 
 
 def test_patterns_of_other_properties_do_not_count_as_joined() -> None:
@@ -365,14 +374,14 @@ def test_levels(levels: int, expected: bool) -> None:
 
 
 def test_a_grammar_of_the_models_own_tokens_is_taken() -> None:
-    check_grammar('start: <tool_call> "a" </tool_call>', "tools")
+    check_grammar('start: <tool_call> "a" </tool_call>', "tools", reason_against)
     with pytest.raises(InvalidRequestError):
-        check_grammar("start: <tool_call> other", "tools")
+        check_grammar("start: <tool_call> other", "tools", reason_against)
 
 
 def test_a_grammar_that_is_too_long_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="allowed: at most 262144"):
-        check_grammar("start: /" + "a" * 300_000 + "/", "tools")
+        check_grammar("start: /" + "a" * 300_000 + "/", "tools", reason_against)
 
 
 json_values = st.recursive(
@@ -408,13 +417,13 @@ def outcome_of(function: Callable[[], object]) -> str:
 def test_any_schema_is_followed_or_refused(schema: dict[str, Any]) -> None:
     for flag in (False, True):
         parts = {"json": schema, "disable_additional_properties": flag}
-        assert len(outcome_of(lambda: grammar_of(wanted(**parts)))) < 400  # noqa: B023
+        assert len(outcome_of(lambda: grammar_of(wanted(**parts), reason_against))) < 400  # noqa: B023
 
 
 @given(st.text(alphabet="ab(){}[]|*+?\\.^$-,019/\n\"': ~&<>@%_", max_size=40))
 def test_any_text_is_a_regex_and_a_grammar_or_refused(text: str) -> None:
     for parts in ({"regex": text}, {"grammar": text}, {"grammar": "start: " + text}, {"grammar": "root ::= " + text}):
-        assert len(outcome_of(lambda: grammar_of(wanted(**parts)))) < 400  # noqa: B023
+        assert len(outcome_of(lambda: grammar_of(wanted(**parts), reason_against))) < 400  # noqa: B023
 
 
 @given(json_values)
