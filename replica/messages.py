@@ -35,7 +35,7 @@ GRAMMAR_LIMITS: dict[str, int] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,
-    "max_items_in_row": 2_000,
+    "max_items_in_row": 6_000,
     "max_lexer_states": 20_000,
 }
 #: upper bounds of the buckets of `ReplicaLoad.step_token_counts`, in tokens of a step; vLLM's

@@ -154,10 +154,10 @@ class TorchModelRunner:
             try:
                 rules.apply(rows[index], output)
             except GrammarError as error:
-                failed[seq_ids[index]] = str(error)
+                failed[seq_ids[index]] = _cannot_go_on(error)
             except Exception:  # a bug in one sequence's rules may not stop the step of the others
                 logger.exception("the rules of sequence %d failed", seq_ids[index])
-                failed[seq_ids[index]] = "the rules of this request could not be applied"
+                failed[seq_ids[index]] = "The rules of this request could not be applied."
         tokens = self._decoder.choose(batch)
         self._capture(seq_ids, logits)
         logprobs: dict[int, TokenLogprobs] = {}
@@ -168,7 +168,7 @@ class TorchModelRunner:
                 if (entry := rules.chosen(int(tokens[index]))) is not None:
                     logprobs[seq_ids[index]] = entry
             except GrammarError as error:
-                failed[seq_ids[index]] = str(error)
+                failed[seq_ids[index]] = _cannot_go_on(error)
         self._store.append(batch, tokens)
         kept = [(seq_id, token) for seq_id, token in zip(seq_ids, tokens.tolist(), strict=True) if seq_id not in failed]
         return StepResult(
@@ -193,6 +193,10 @@ class TorchModelRunner:
         self._closed = True
         self.__dict__.pop("_decoder", None)
         self.last_logits.clear()
+
+
+def _cannot_go_on(error: GrammarError) -> str:
+    return f"The output cannot go on under its grammar and bans: {str(error).rstrip('.')}."
 
 
 def max_length(config: EngineConfig, model: DecoderConfig) -> int:

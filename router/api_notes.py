@@ -34,7 +34,9 @@ NOTES: dict[str, Note] = {
         "400 instead of clipping",
     ),
     "max_completion_tokens": Note("wins over `max_tokens`"),
-    "min_tokens": Note("before that many no eos, stop token or stop string ends the answer", SAME, NONE),
+    "min_tokens": Note(
+        "before that many no eos, stop token or stop string ends the answer, unless nothing else is allowed", SAME, NONE
+    ),
     "temperature": Note(
         "default: the model's, else 1. Below 0.00001 greedy, from there to 0.01 taken as 0.01",
         SAME,

@@ -88,8 +88,9 @@ STRUCTURED_RULES: tuple[tuple[str, str, str], ...] = (
     (
         "a schema",
         (
-            "followed as given, `strict` or not; a keyword that cannot be followed (`not`, `if`, `uniqueItems`, "
-            "`propertyNames`, ...) is 400"
+            "followed, `strict` or not; numbers beyond 2^53 and keywords that cannot be followed (`not`, `if`, "
+            "`uniqueItems`, `propertyNames`, `minProperties` above what is required, ...) are 400; an unknown `format` is "
+            "an annotation"
         ),
         "ignores some",
     ),

@@ -8,6 +8,7 @@ clipped, as vLLM does; a prompt that leaves no room for a token is refused with 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from router.message_parts import ReplyPlan
 from router.openai_api import ChatOrCompletion, ChatRequest, CompletionRequest, TokenizeRequest
 from router.sampling import num_prompt_logprobs, resolved, sequence_seed
 from router.sentences import short
-from router.structured import ReasonAgainst, check_grammar, grammar_of, reason_against
+from router.structured import Constraint, ReasonAgainst, check_grammar, grammar_of, reason_against
 from router.tool_plan import TemplateFacts, ToolPlan, ToolRequest, plan_tools
 
 #: tokenizing so many bad words (twice each, with and without a space) takes about 1 ms
@@ -53,6 +54,9 @@ class TextCodec(Protocol):
 
     @property
     def max_bytes_per_token(self) -> int | None: ...
+
+    @property
+    def special_texts(self) -> frozenset[str]: ...
 
     @property
     def chat_template(self) -> ChatRenderer | None: ...
@@ -338,9 +342,23 @@ def encode_checked(
     return token_ids
 
 
+def _body_grammar(constraint: Constraint | None, codec: TextCodec, against: ReasonAgainst) -> str:
+    """The grammar of `response_format` or `structured_outputs`; empty without one. Raises `InvalidRequestError`."""
+    if constraint is None:
+        return ""
+    written = json.dumps(constraint.value, ensure_ascii=False).replace("\\", "")
+    for text in codec.special_texts:
+        if text in written:
+            raise InvalidRequestError(
+                f"{constraint.param} holds {text!r}, the text of a special token, which an output cannot spell; "
+                "allowed: any other text.",
+                constraint.param,
+            )
+    return grammar_of(constraint, against)
+
+
 def _chat_prompts(request: ChatRequest, settings: AppSettings, codec: TextCodec, against: ReasonAgainst) -> _Prompts:
-    constraint = request.constraint
-    grammar = grammar_of(constraint, against) if constraint is not None else ""
+    grammar = _body_grammar(request.constraint, codec, against)
     text, plan = plan_chat(request, codec, grammar)
     if plan.grammar and plan.grammar != grammar:
         param = "tools" if request.tool_request is not None else "response_format"
@@ -367,8 +385,7 @@ def _completion_prompts(
         if request.echo:
             is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
             echoes.append(str(prompt) if is_whole else codec.decode(token_ids, request.skip_special_tokens))
-    constraint = request.constraint
-    return _Prompts(prompts, echoes, grammar_of(constraint, against) if constraint is not None else "")
+    return _Prompts(prompts, echoes, _body_grammar(request.constraint, codec, against))
 
 
 def _encode_prompt(

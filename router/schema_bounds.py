@@ -67,6 +67,12 @@ _ANNOTATIONS = frozenset(
 _JOINING = ("allOf", "anyOf", "oneOf", "$ref")
 
 
+#: the largest number that a float still tells from its neighbours
+MAX_NUMBER = 1 << 53
+#: formats that llguidance enforces; others are annotations, as JSON Schema has them (pydantic writes `binary`)
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+
+
 def is_deeper(value: object, levels: int) -> bool:
     """Whether a JSON value has more levels than that. Without recursion: it may be nested as deep as a body may."""
     row: list[object] = [value]
@@ -83,14 +89,15 @@ def is_deeper(value: object, levels: int) -> bool:
 
 
 def closed(schema: Any) -> Any:
-    """A copy in which objects that list properties allow no others, unless they say what others may be.
+    """A copy in which objects that list properties allow no others, unless they say what others may be; unknown formats
+    are left out.
 
     What fits the copy fits the schema. An open object is what a model never gets out of, and clients such as
     instructor send open ones (pydantic's default) and expect an end; vLLM's grammars close them too. Nothing is closed
     where `allOf` occurs, and no object whose properties are joined with those of another schema: that could leave
     nothing that fits.
     """
-    return schema if _has_key(schema, "allOf") else _closed(schema)
+    return _closed(schema, closes=not _has_key(schema, "allOf"))
 
 
 def _has_key(schema: Any, key: str) -> bool:
@@ -99,18 +106,23 @@ def _has_key(schema: Any, key: str) -> bool:
     return isinstance(schema, list) and any(_has_key(item, key) for item in schema)
 
 
-def _closed(schema: Any) -> Any:
+def _closed(schema: Any, closes: bool) -> Any:
     if not isinstance(schema, dict):
         return schema
     result: dict[str, Any] = {}
     for key, value in schema.items():
+        if key == "format" and isinstance(value, str) and value not in FORMATS:
+            continue
         if key in _MAPS or key in ("$defs", "definitions"):
-            result[key] = {name: _closed(item) for name, item in value.items()} if isinstance(value, dict) else value
+            names = value.items() if isinstance(value, dict) else ()
+            result[key] = {name: _closed(item, closes) for name, item in names} if names else value
         elif key in _LISTS or key in _SINGLES:
-            result[key] = [_closed(item) for item in value] if isinstance(value, list) else _closed(value)
+            is_list = isinstance(value, list)
+            result[key] = [_closed(item, closes) for item in value] if is_list else _closed(value, closes)
         else:
             result[key] = value
-    if ("properties" in result or "patternProperties" in result) and not any(key in result for key in _JOINING):
+    lists = "properties" in result or "patternProperties" in result
+    if closes and lists and not any(key in result for key in _JOINING):
         result.setdefault("additionalProperties", False)
     return result
 
@@ -121,6 +133,7 @@ def check_schema(schema: object, where: str) -> float:
     """
     if is_deeper(schema, MAX_DEPTH):
         raise WrongValueError(f"{where} is nested deeper than {MAX_DEPTH} levels; allowed: less.")
+    _check_values(schema, where)
     look = _Look(schema, where)
     look.definitions()
     try:
@@ -133,6 +146,29 @@ def check_schema(schema: object, where: str) -> float:
             f"allowed: at most that."
         )
     return max(num_nodes / MAX_NODES, look.check_counts())
+
+
+def _check_values(schema: object, where: str) -> None:
+    """What llguidance would follow wrongly: it reads numbers as floats (beyond 2^53 they become others, and bounds near
+    -2^63 kill the process), and it counts equal keys for `minProperties`.
+    """
+    if isinstance(schema, list):
+        for item in schema:
+            _check_values(item, where)
+    elif isinstance(schema, dict):
+        wanted = schema.get("minProperties")
+        required = schema.get("required")
+        num_required = len(required) if isinstance(required, list) else 0
+        if isinstance(wanted, int) and wanted > max(num_required, 1):
+            raise WrongValueError(
+                f"{where} has minProperties {short(wanted)} with {num_required} required properties; allowed: at most "
+                "as many as are required, or 1."
+            )
+        for key, item in schema.items():
+            if key not in _ANNOTATIONS:
+                _check_values(item, where)
+    elif isinstance(schema, (int, float)) and not -MAX_NUMBER <= schema <= MAX_NUMBER:
+        raise WrongValueError(f"{where} has the number {short(schema)}; allowed: from -2^53 to 2^53.")
 
 
 def _children(node: dict[str, Any]) -> Iterator[tuple[str, str, Any]]:

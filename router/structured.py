@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -165,6 +166,8 @@ def _choice_part(value: object) -> Constraint:
     return Constraint("choice", tuple(dict.fromkeys(value)), STRUCTURED_OUTPUTS)
 
 
+#: bytes of output that a check writes
+_STEPS_TRIED = 8
 #: why a grammar cannot be used, or ""
 ReasonAgainst = Callable[[str], str]
 
@@ -221,7 +224,7 @@ def _lark_of_text(text: str) -> str:
     import llguidance.gbnf_to_lark
 
     try:
-        lark: str = llguidance.gbnf_to_lark.any_to_lark(text)
+        lark: str = llguidance.gbnf_to_lark.any_to_lark(_tidied(text))
     except (
         Exception,
         RecursionError,
@@ -244,6 +247,24 @@ def _lark_of_text(text: str) -> str:
             "structured_outputs.grammar has %llguidance; allowed: rules, terminals and %import.", STRUCTURED_OUTPUTS
         )
     return lark
+
+
+def _tidied(text: str) -> str:
+    """What the converter does not read, in a form that it does: Lark's `?rule`, and in GBNF `\\u` and `\\U`, `\\-` in a
+    class, and an alternative that begins a line.
+    """
+    if "::=" not in text:
+        return re.sub(r"^\?(?=\w+ *:)", "", text, flags=re.MULTILINE)
+    text = re.sub(r"\n\s*\|", " |", text)
+    text = re.sub(r"\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})", _plain_escape, text)
+    return text.replace("\\-", "\\x2D")
+
+
+def _plain_escape(match: re.Match[str]) -> str:
+    number = int(match[1] or match[2], 16)
+    if number < 0x80:
+        return f"\\x{number:02X}"
+    return chr(number) if number < 0x110000 and not 0xD800 <= number < 0xE000 else match[0]
 
 
 @functools.cache
@@ -292,13 +313,24 @@ def reason_against(grammar: str) -> str:
     matcher = llguidance.LLMatcher(_bytes_tokenizer(), grammar, log_level=0, limits=_limits())
     reason = matcher.get_error()
     if not reason:
-        matcher.compute_bitmask()
-        reason = matcher.get_error()
-        if reason.startswith("NoExtension"):
-            reason = "nothing can satisfy it"
+        reason = _reason_on_the_way(matcher)
     elif "special token" in reason or "Token range" in reason:
         reason = llguidance.LLMatcher.validate_grammar(grammar, limits=_limits())
     return _reason(reason) if reason else ""
+
+
+def _reason_on_the_way(matcher: Any) -> str:
+    """What the first steps of an output run into: some limits show only there."""
+    mask = matcher.compute_bitmask()
+    if matcher.get_error().startswith("NoExtension"):
+        return "nothing can satisfy it"
+    for _ in range(_STEPS_TRIED):
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        allowed = int.from_bytes(mask, "little")
+        matcher.consume_token((allowed & -allowed).bit_length() - 1)  # the lowest byte that may come
+        mask = matcher.compute_bitmask()
+    return str(matcher.get_error())
 
 
 def _reason(text: str) -> str:

@@ -71,6 +71,8 @@ class Tokenizer:
         self.num_tokens = _num_ids(backend)
         added = backend.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        #: texts that the tokenizer reads as special tokens
+        self.special_texts = frozenset(token.content for token in added.values() if token.special)
         raw = _byte_table(backend, self.num_tokens)
         self._table = TokenTable(raw) if raw is not None else None
         self._table_without_special = self._table

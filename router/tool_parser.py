@@ -92,8 +92,15 @@ class ToolCallParser:
         return self._take()
 
     def flush(self) -> MessageDelta:
-        """The choice has ended. White space behind the last call is dropped, else what was held back is content."""
-        if self._state not in _AFTER_ANY or self._rest.strip(SPACE):
+        """The choice has ended. White space behind the last call is dropped; a call that had begun stays as far as it
+        came (OpenAI's form of an answer cut by its length); else what was held back is content.
+        """
+        if self._call is not None and self._call.has_begun:
+            self._tell(self._call)
+            self._held.clear()
+            self._state = "text"
+            self._end_call()
+        elif self._state not in _AFTER_ANY or self._rest.strip(SPACE):
             self._held.append(self._rest)
             self._to_text()
         self._rest = ""

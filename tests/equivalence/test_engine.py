@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 ITEMS = make_items(12, 16)
 #: penalties, bias, bans, minimum lengths, logprobs, grammars
-RULED_ITEMS = make_ruled_items(18, 16)
+RULED_ITEMS = make_ruled_items(12, 12)
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])
@@ -58,7 +58,11 @@ def ruled_reference(runners: list[TorchModelRunner]) -> list[Trace]:
     return traces
 
 
-@pytest.mark.parametrize("way", WAYS[1:], ids=lambda way: way.name)
+#: the others are in `make claims ONLY=api.equal`
+RULED_WAYS = [way for way in WAYS[1:] if way.name in ("batched", "preempted again and again", "resumed half-way")]
+
+
+@pytest.mark.parametrize("way", RULED_WAYS, ids=lambda way: way.name)
 def test_rules_do_not_depend_on_the_way_either(
     way: Way, runners: list[TorchModelRunner], ruled_reference: list[Trace]
 ) -> None:
@@ -69,12 +73,12 @@ def test_rules_do_not_depend_on_the_way_either(
 def test_rules_do_something(runners: list[TorchModelRunner], ruled_reference: list[Trace]) -> None:
     """Else the test above would compare nothing: the same requests without their rules give other tokens."""
     plain = [
-        Item(item.prompt, SamplingParams(16, item.sampling.temperature, seed=item.sampling.seed, ignore_eos=True))
+        Item(item.prompt, SamplingParams(12, item.sampling.temperature, seed=item.sampling.seed, ignore_eos=True))
         for item in RULED_ITEMS
     ]
     traces, _ = run_way(WAYS[1], plain, runners[:1])
     changed = [a.tokens != b.tokens for a, b in zip(traces, ruled_reference, strict=True)]
-    assert sum(changed) >= 14, changed
+    assert sum(changed) >= 8, changed
 
 
 def test_the_self_test_passes_on_this_device(runners: list[TorchModelRunner]) -> None:

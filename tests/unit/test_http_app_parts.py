@@ -297,9 +297,13 @@ def test_answer_cut_by_length_says_so_whatever_it_called(make: Any) -> None:
     assert make(chat_edge(CALL), "chat", tools=TOOLS, max_tokens=num_tokens)["finish_reason"] == "length"
 
 
-def test_call_that_is_cut_is_text_in_a_whole_answer() -> None:
-    answer = whole_choice(chat_edge(CALL[:-30]), "chat", tools=TOOLS)
-    assert answer["message"] == {"role": "assistant", "content": CALL[:-30], "refusal": None}
+@pytest.mark.parametrize("make", [whole_choice, streamed_choice])
+def test_call_that_is_cut_stays_as_far_as_it_came(make: Any) -> None:
+    answer = make(chat_edge(CALL[:-30]), "chat", tools=TOOLS)
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] in CALL
+    assert call["function"]["arguments"] in CALL
+    assert not answer["message"]["content"]
     assert answer["finish_reason"] == "stop"
 
 

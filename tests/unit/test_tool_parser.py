@@ -123,7 +123,15 @@ def test_whole_calls_come_at_once_when_they_are_complete() -> None:
     assert [[(piece.name, piece.arguments) for piece in pieces] for pieces in calls] == [[PARIS]]
 
 
-@pytest.mark.parametrize("broken", ['{"city": "Par', '{"city": tru}', '{"city": "Paris"} x', '{"city": "\n'])
+def test_a_call_that_is_cut_off_stays_as_far_as_it_came_in_both_forms() -> None:
+    text = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Par'
+    for streams, pieces in ((True, list(text)), (True, [text]), (False, [text])):
+        reader = parser(streams=streams)
+        content, _, calls = joined(deltas(reader, pieces))
+        assert (content, calls, reader.num_tool_calls) == ("", [("get_weather", '{"city": "Par')], 0)
+
+
+@pytest.mark.parametrize("broken", ['{"city": tru}', '{"city": "Paris"} x', '{"city": "\n'])
 def test_a_call_that_breaks_half_way_is_content_in_full_and_not_counted(broken: str) -> None:
     """A streaming client has seen its beginning; the index is used up, so that no later call is mixed with it."""
     text = '<tool_call>\n{"name": "get_weather", "arguments": ' + broken
