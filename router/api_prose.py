@@ -89,8 +89,8 @@ STRUCTURED_RULES: tuple[tuple[str, str, str], ...] = (
         "a schema",
         (
             "followed, `strict` or not; numbers beyond 2^53 and keywords that cannot be followed (`not`, `if`, "
-            "`uniqueItems`, `propertyNames`, `minProperties` above what is required, ...) are 400; an unknown `format` is "
-            "an annotation"
+            "`uniqueItems`, `propertyNames`, `minProperties` above what is required, ...) are 400; an unknown `format` "
+            "is an annotation"
         ),
         "ignores some",
     ),
