@@ -3,7 +3,8 @@
 Choices made here: text parts are joined with "" (A-21); an assistant's missing or null content is an empty text (A-22);
 the developer role is the system role, since open models know no other; `tool_call_id` and the `id` of a call may be
 missing, since results are told apart by their order. Arguments of earlier calls become objects, the form templates
-expect; `arguments` that are no JSON object are refused.
+expect. A text that is no JSON object stays as it is: an answer that was cut by its length has such, and clients send it
+back.
 """
 
 from __future__ import annotations
@@ -112,18 +113,16 @@ def _check_call(call: object, where: str) -> dict[str, Any]:
     return result if call_id is None else {"id": call_id, **result}
 
 
-def _check_arguments(arguments: object, where: str) -> dict[str, Any]:
-    """An object, or the text of one. A missing or empty text is a call without arguments, as in vLLM."""
+def _check_arguments(arguments: object, where: str) -> dict[str, Any] | str:
+    """An object where it is one, or the text of one; else the text. Missing or empty: no arguments, as in vLLM."""
     if isinstance(arguments, dict):
         return arguments
     if arguments is None or arguments == "":
         return {}
-    value: object = None
-    if isinstance(arguments, str):
-        try:
-            value = msgspec.json.decode(arguments)
-        except (msgspec.DecodeError, RecursionError, UnicodeError):
-            value = None
-    if not isinstance(value, dict):
+    if not isinstance(arguments, str):
         raise WrongValueError(f"{where} is {short(arguments)}; allowed: the text of a JSON object.")
-    return value
+    try:
+        value = msgspec.json.decode(arguments)
+    except (msgspec.DecodeError, RecursionError, UnicodeError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

@@ -403,7 +403,9 @@ def test_calls_and_results_of_earlier_turns() -> None:
     assert "blue" in text
 
 
-@pytest.mark.parametrize(("arguments", "expected"), [("", {}), (None, {}), ("{}", {}), ({"a": 1}, {"a": 1})])
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [("", {}), (None, {}), ("{}", {}), ({"a": 1}, {"a": 1}), ("{", "{"), ("[1]", "[1]")]
+)
 def test_arguments_become_an_object(arguments: Any, expected: Any) -> None:
     call = {"function": {"name": "f", "arguments": arguments}}
     message = chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}]).messages[1]
@@ -420,8 +422,8 @@ def test_arguments_become_an_object(arguments: Any, expected: Any) -> None:
         ({"role": "assistant", "tool_calls": "x"}, "tool_calls is 'x'"),
         ({"role": "assistant", "tool_calls": [5]}, "tool_calls[0] is 5"),
         ({"role": "assistant", "tool_calls": [{"function": {}}]}, "function.name"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}, "arguments"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 7}}]}, "arguments"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ["{}"]}}]}, "arguments"),
         ({"role": "assistant", "tool_calls": [{**CALL, "type": "custom"}]}, "tool_calls[0]"),
         ({"role": "assistant", "tool_calls": [CALL] * 129}, "at most 128"),
         ({"role": ["user"], "content": "x"}, "role is ['user']"),
