@@ -53,8 +53,8 @@ def _people(name: dict[str, Any]) -> dict[str, Any]:
 
 @claim("api.grammar")
 def grammar(full: bool) -> Iterator[tuple[str, Measured]]:
-    """Time per token with a JSON schema over without, alternating rounds on one server. `bounded`: with a length limit on
-    a string, whose masks take llguidance 100 us instead of 14.
+    """Time per token with a JSON schema over without, alternating rounds on one server. `bounded`: with a length limit
+    on a string, whose masks take llguidance 100 us instead of 14.
     """
     plain, bounded = _people({"type": "string"}), _people({"type": "string", "maxLength": 12})
     with tempfile.TemporaryDirectory() as folder, servers.shoal(Path(folder)) as server:
