@@ -184,8 +184,8 @@ def _drive(
             trace.logits.append(hashlib.sha256(runner.last_logits[seq_id].numpy().tobytes()).digest())
         runner.last_logits.clear()
         assert not result.failed, result.failed
-        for outputs in core.update(plan, result, 0.0).values():
-            for output in outputs:
+        for told in core.update(plan, result, 0.0).values():
+            for output in told.outputs:  # plain tokens are in `result` already
                 trace = traces[int(output.request_id)]
                 trace.logprobs += output.logprobs
                 trace.prompt_logprobs += output.prompt_logprobs

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from replica.config import EngineConfig
-from replica.engine_core import EngineCore, RouterOutputs
+from replica.engine_core import EngineCore
 from replica.errors import EngineError
 from replica.messages import (
     HEARTBEAT_S,
@@ -27,6 +27,7 @@ from replica.messages import (
 )
 from replica.report_schedule import LOAD_INTERVAL_S, ReportSchedule
 from replica.router_link import RouterLink
+from replica.router_output import RouterOutput, RouterOutputs
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import RunnerThread
 from replica.step import StepPlan
@@ -254,7 +255,8 @@ class Engine:
         if due := self._reports.due(now, outputs):
             load = self.core.load(now)
             for router_id in due:
-                self._links[router_id].send(StepOutput(self.incarnation, load, outputs.get(router_id, [])))
+                output = outputs.get(router_id, RouterOutput())
+                self._links[router_id].send(output.to_message(self.incarnation, load))
                 self._reports.sent(router_id, now)
         if not self.core.num_unfinished:
             self._schedule_load()  # the last word about a load must not be a stale one

@@ -223,6 +223,8 @@ class SequenceOutput(_Message, frozen=True):
     stages: Stages | None = None
     #: with `INVALID`: a sentence for the client
     message: str = ""
+    #: with its first token at this replica: how `StepOutput.seq_ids` will call it
+    seq_id: int | None = None
 
 
 class KVEvent(_Message, frozen=True):
@@ -272,6 +274,8 @@ class SubmitReply(msgspec.Struct, frozen=True, tag="reply", gc=False):
 class StepOutput(msgspec.Struct, frozen=True, tag="step", gc=False):
     """Replica to router: what one step gave for this router's sequences, plus load and KV events.
 
+    Most sequences get one token and nothing else is to be said: those are in `seq_ids` and `token_ids`, two parallel
+    columns. `outputs` holds the rest, and the first token of each sequence at this replica, which gives its `seq_id`.
     A router without a token in the step gets a coalesced one at most every 50 ms.
     """
 
@@ -279,6 +283,8 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step", gc=False):
     load: ReplicaLoad
     outputs: list[SequenceOutput] = []
     kv_events: list[KVEvent] = []
+    seq_ids: list[int] = []
+    token_ids: list[int] = []
 
 
 class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):

@@ -16,8 +16,8 @@ class StepBudget:
         "_num_computed",
         "_num_scheduled",
         "_seq_ids",
+        "chunks",
         "has_prefill",
-        "sequences",
         "tokens_left",
     )
 
@@ -26,7 +26,8 @@ class StepBudget:
         self._long_prefill = long_prefill_token_threshold
         #: a chunk of a prompt is already in the plan
         self.has_prefill = False
-        self.sequences: list[Sequence] = []
+        #: sequences that were given tokens of their prompt, in plan order; they come after the decodes
+        self.chunks: list[Sequence] = []
         self._seq_ids: list[int] = []
         self._num_computed: list[int] = []
         self._num_scheduled: list[int] = []
@@ -44,15 +45,23 @@ class StepBudget:
         self._long_prefill = 0
         self.tokens_left = max(self.tokens_left, num_uncomputed)
 
-    def spend(self, sequence: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
+    def spend_decodes(self, seq_ids: list[int], num_computed: list[int], new_blocks: dict[int, list[int]]) -> None:
+        """Plan one token of each of these, whose block tables cover it with `new_blocks`. Before any chunk."""
+        assert not self._seq_ids, "decodes come first"
+        self.tokens_left -= len(seq_ids)
+        self._seq_ids = seq_ids.copy()
+        self._num_computed = num_computed
+        self._num_scheduled = [1] * len(seq_ids)
+        self._new_blocks = new_blocks
+
+    def spend(self, sequence: Sequence, num_tokens: int) -> None:
         """Plan `num_tokens` of `sequence`, whose block table already covers them."""
         self.tokens_left -= num_tokens
         self.has_prefill = self.has_prefill or num_tokens > 1
-        self.sequences.append(sequence)
+        self.chunks.append(sequence)
         self._seq_ids.append(sequence.seq_id)
         self._num_computed.append(sequence.num_computed_tokens)
         self._num_scheduled.append(num_tokens)
-        sequence.in_step = True
         if not sequence.known_to_runner:
             sequence.known_to_runner = True
             self._new.append(
@@ -64,8 +73,6 @@ class StepBudget:
                     sampling=sequence.sampling,
                 )
             )
-        elif new_blocks:
-            self._new_blocks[sequence.seq_id] = new_blocks
 
     def plan(self, step: int, dropped: list[int]) -> StepPlan:
         return StepPlan(

@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from cluster.simulation.event_queue import EventQueue, Rank
 from replica.config import EngineConfig
-from replica.engine_core import EngineCore, RouterOutputs
+from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner
-from replica.messages import Abort, DownMessage, ReplicaId, RouterId, SequenceOutput, StepOutput, Submit, UpMessage
+from replica.messages import Abort, DownMessage, ReplicaId, RouterId, Submit, UpMessage
 from replica.report_schedule import ReportSchedule
+from replica.router_output import RouterOutput, RouterOutputs
 from replica.step import StepPlan, StepResult
 
 SendUp = Callable[[ReplicaId, RouterId, UpMessage], None]
@@ -37,7 +38,7 @@ class SimReplica:
     def connect(self, router_id: RouterId) -> None:
         """A router opened its stream."""
         self._routers.append(router_id)
-        self._report(router_id, [])
+        self._report(router_id, RouterOutput())
 
     def receive(self, router_id: RouterId, message: DownMessage) -> None:
         """One message of a router."""
@@ -57,7 +58,7 @@ class SimReplica:
     def heartbeat(self) -> None:
         """What a living replica tells every router once a second."""
         for router_id in self._routers:
-            self._report(router_id, [])
+            self._report(router_id, RouterOutput())
 
     def die(self) -> None:
         """As by `kill -9`: nothing is sent any more."""
@@ -88,9 +89,9 @@ class SimReplica:
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, {}
         for router_id in self._reports.due(self._events.now, outputs):
-            self._report(router_id, outputs.get(router_id, []))
+            self._report(router_id, outputs.get(router_id, RouterOutput()))
 
-    def _report(self, router_id: RouterId, outputs: list[SequenceOutput]) -> None:
+    def _report(self, router_id: RouterId, output: RouterOutput) -> None:
         now = self._events.now
-        self._send(self.replica_id, router_id, StepOutput(self.replica_id, self.core.load(now), outputs))
+        self._send(self.replica_id, router_id, output.to_message(self.replica_id, self.core.load(now)))
         self._reports.sent(router_id, now)

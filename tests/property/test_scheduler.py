@@ -5,29 +5,35 @@ drains.
 from __future__ import annotations
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
-from replica.engine_core import EngineCore, RouterOutputs
+from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner, expected_output
 from replica.messages import (
     FinishReason,
     GenerateRequest,
     RefusalReason,
+    ReplicaId,
     RequestId,
     RouterId,
     SamplingParams,
     SequenceInput,
     SequenceOutput,
 )
+from replica.router_output import RouterOutputs
+from replica.sequence import Status
 from replica.step import StepPlan
+from router.sequence_names import SequenceNames
 
 VOCAB = 101
 BLOCK = 4
 CAP = 5
 ROUTERS = [RouterId("a"), RouterId("b")]
+REPLICA = ReplicaId("r")
 
 
 class Client:
@@ -79,6 +85,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.core = EngineCore(self.config, self.runner.info)
         self.clients: dict[tuple[RouterId, RequestId], Client] = {}
+        self.names = {router: SequenceNames() for router in ROUTERS}
         self.plan: StepPlan | None = None
         self.now = 0.0
         self.count = 0
@@ -182,11 +189,17 @@ class EngineMachine(RuleBasedStateMachine):
             assert not plan.new
 
     @precondition(lambda self: self.plan is not None)
-    @rule()
-    def finish_step(self) -> None:
+    @rule(failing=st.none() | st.integers(0, 4))
+    def finish_step(self, failing: int | None = None) -> None:
+        """`failing`: this one of those that sampled cannot go on."""
         assert self.plan is not None
         before = {s.seq_id: s.num_computed_tokens for s in self.core.scheduler.running}
         result = self.runner.execute(self.plan)
+        if failing is not None and failing < len(result.seq_ids):
+            seq_ids, token_ids = result.seq_ids.copy(), result.token_ids.copy()
+            failed = {seq_ids.pop(failing): "cannot go on"}
+            del token_ids[failing]
+            result = msgspec.structs.replace(result, seq_ids=seq_ids, token_ids=token_ids, failed=failed)
         self.now += result.duration_s
         outputs = self.core.update(self.plan, result, self.now)
         scheduled = dict(zip(self.plan.seq_ids, self.plan.num_scheduled, strict=True))
@@ -216,11 +229,14 @@ class EngineMachine(RuleBasedStateMachine):
                 client.ends[index] = FinishReason.ABORT
         if all(end is not None for end in client.ends):
             del self.clients[key]
+            self.names[key[0]].forget(key[1])
             self.aborted.append(key[1])
 
     def deliver(self, outputs: RouterOutputs) -> None:
-        for router, items in outputs.items():
-            for item in items:
+        load = self.core.load(self.now)
+        for router, output in outputs.items():
+            unfinished = {request_id for owner, request_id in self.clients if owner == router}
+            for item in self.names[router].expand(REPLICA, output.to_message("", load), unfinished):
                 client = self.clients.get((router, item.request_id))
                 assert client is not None, "output for a request that was aborted as a whole"
                 assert client.ends[item.index] is None, "output after the end"
@@ -232,6 +248,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.check(client, item.index)
                 if all(end is not None for end in client.ends):
                     del self.clients[(router, item.request_id)]
+                    self.names[router].forget(item.request_id)
 
     def check_told(self, client: Client, item: SequenceOutput, is_first: bool) -> None:
         """Logprobs of each token, of the prompt exactly once, whatever was preempted in the middle of it."""
@@ -243,8 +260,7 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert item.prompt_logprobs == []
         if item.finish_reason is FinishReason.INVALID:
-            assert sampling.grammar
-            assert item.message == "not a grammar"
+            assert item.message == "cannot go on" or (sampling.grammar and item.message == "not a grammar")
         if item.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
             assert item.stages is not None
             assert None not in (item.stages.queued_s, item.stages.prefill_s, item.stages.decode_s)
@@ -264,6 +280,20 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "core"):
             self.core.validate()
 
+    @invariant()
+    def the_load_is_that_of_a_walk_over_all(self) -> None:
+        if not hasattr(self, "core"):
+            return
+        load, scheduler = self.core.load(self.now), self.core.scheduler
+        waiting = [*scheduler.queued, *scheduler.returning, *scheduler.blocked]
+        running = list(scheduler.running)
+        assert load.num_queued == sum(s.status is Status.QUEUED for s in waiting)
+        assert load.num_returning == sum(s.status is Status.RETURNING for s in waiting)
+        assert load.num_running == len(running)
+        assert load.num_queued_prompt_tokens == sum(s.num_prompt_tokens for s in waiting)
+        assert load.num_uncomputed_tokens == sum(s.num_uncomputed_tokens for s in [*waiting, *running])
+        assert load.num_context_tokens == sum(s.num_computed_tokens for s in running)
+
     def teardown(self) -> None:
         """Let everything end: it must end, exactly once, and leave every pool at baseline."""
         if not hasattr(self, "core"):
@@ -277,6 +307,7 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             self.finish_step()
         assert self.clients == {}, "requests that never ended"
+        assert [len(names) for names in self.names.values()] == [0, 0], "names that nobody forgot"
         assert self.core.num_unfinished == 0
         assert self.core.blocks.num_free == self.core.blocks.num_blocks
         assert self.runner.num_known == 0
