@@ -276,7 +276,7 @@ def first_eos(prompt: list[int], num_tokens: int) -> int | None:
 @pytest.mark.parametrize("at", range(1, 6))
 def test_eos_ends_unless_ignored(at: int) -> None:
     """Wherever it comes, at a block border (of 4) or not."""
-    prompts = ([i, i + 1] for i in range(20000))
+    prompts = ([i % VOCAB, i // VOCAB] for i in range(100 * VOCAB))
     prompt = next(p for p in prompts if first_eos(p, at + 1) == at)
     h = Harness()
     h.submit("ends", prompt, 20, ignore_eos=False)
