@@ -7,24 +7,19 @@ Both run this code.
 
 from __future__ import annotations
 
-import struct
 from collections import deque
 
-import numpy as np
-
-from replica.block_hash import chain_packed, pack_tokens, root_hash
+from replica.admission import Admission, Refused
+from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
 from replica.config import EngineConfig
-from replica.errors import InvalidRequestError, NeverFitsError
 from replica.messages import (
     FinishReason,
     GenerateRequest,
     KVEvent,
-    RefusalReason,
     ReplicaLoad,
     RequestId,
     RouterId,
-    SequenceInput,
     SubmitReply,
 )
 from replica.progress import Progress
@@ -39,31 +34,21 @@ _RATE_WINDOW_S = 5.0
 MAX_KNOWN_GRAMMARS = 64
 
 
-class _Refused(Exception):
-    """A request is not taken."""
-
-    def __init__(self, reason: RefusalReason, message: str) -> None:
-        super().__init__(message)
-        self.reason = reason
-        self.message = message
-
-
 class EngineCore:
     """The replica is the authority on its queue: what `submit` accepts is queued, and never more than the cap."""
 
     def __init__(self, config: EngineConfig, info: RunnerInfo, *, record_kv_events: bool = False) -> None:
         self.info = info
-        self._cap = config.admission.max_queued_requests
         self.blocks = BlockManager(
             info.num_blocks,
             info.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             record_events=record_kv_events,
         )
+        self._admission = Admission(info, config.admission.max_queued_requests)
         self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
         self._requests: dict[tuple[RouterId, RequestId], list[Sequence]] = {}
         self._next_seq_id = 0
-        self._draining = False
         self._departures: deque[tuple[float, int]] = deque()
         #: sum over `_departures`
         self._num_departed = 0
@@ -88,8 +73,9 @@ class EngineCore:
         """Take or refuse a whole request. A refusal changes nothing and says why."""
         refusal, message = None, ""
         try:
-            packed = self._check(router_id, request)
-        except _Refused as refused:
+            is_known = (router_id, request.request_id) in self._requests
+            packed = self._admission.check(request, is_known, self.scheduler.num_queued)
+        except Refused as refused:
             self._num_refused += 1
             refusal, message = refused.reason, refused.message
         else:
@@ -156,7 +142,7 @@ class EngineCore:
 
     def stop_admission(self) -> None:
         """Draining: refuse everything from now on."""
-        self._draining = True
+        self._admission.is_draining = True
 
     def hand_over(self, now: float) -> RouterOutputs:
         """End everything that is not in the runner's hands with MOVED, so that routers continue it elsewhere.
@@ -188,7 +174,7 @@ class EngineCore:
             num_context_tokens=num_context,
             num_free_blocks=blocks.num_free,
             num_blocks=blocks.num_blocks,
-            queue_cap=self._cap,
+            queue_cap=self._admission.cap,
             step=counters.steps,
             drain_rate=self._drain_rate(now),
             counters={
@@ -215,7 +201,9 @@ class EngineCore:
     def validate(self) -> None:
         """Check all invariants. Raises AssertionError."""
         self.scheduler.validate()
-        assert self.scheduler.num_queued <= self._cap, f"{self.scheduler.num_queued} queued, cap {self._cap}"
+        assert self.scheduler.num_queued <= self._admission.cap, (
+            f"{self.scheduler.num_queued} queued, cap {self._admission.cap}"
+        )
         blocked = {s.seq_id for sequences in self._waiting_for.values() for s in sequences}
         assert blocked >= {s.seq_id for s in self.scheduler.blocked}, "a blocked sequence waits for nothing"
         assert self._num_departed == sum(count for _, count in self._departures), "departures are counted wrongly"
@@ -223,63 +211,8 @@ class EngineCore:
         wanted = {s.seq_id for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT}
         assert known == wanted, "request map and scheduler disagree"
 
-    def _check(self, router_id: RouterId, request: GenerateRequest) -> list[bytes]:
-        """Raises _Refused. Returns the packed tokens of each sequence."""
-        if self._draining:
-            raise _Refused(RefusalReason.DRAINING, "the replica is draining")
-        if (router_id, request.request_id) in self._requests:
-            raise _Refused(RefusalReason.DUPLICATE, f"request id {request.request_id!r} is already in use")
-        if not request.sequences:
-            raise _Refused(RefusalReason.INVALID, "the request has no sequences")
-        try:
-            packed = [self._check_sequence(sequence) for sequence in request.sequences]
-        except NeverFitsError as error:
-            raise _Refused(RefusalReason.NEVER_FITS, error.message) from None
-        except InvalidRequestError as error:
-            raise _Refused(RefusalReason.INVALID, error.message) from None
-        wanted, num_queued = len(request.sequences), self.scheduler.num_queued
-        if request.is_returning:
-            return packed
-        if wanted > self._cap:
-            raise _Refused(
-                RefusalReason.TOO_MANY_SEQUENCES,
-                f"{wanted} sequences in one request, but the queue of a replica holds at most {self._cap}",
-            )
-        if num_queued + wanted > self._cap:
-            raise _Refused(
-                RefusalReason.QUEUE_FULL,
-                f"{num_queued} of {self._cap} places in the queue are taken, {wanted} wanted",
-            )
-        return packed
-
-    def _check_sequence(self, sequence: SequenceInput) -> bytes:
-        num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
-        if not sequence.prompt_token_ids:
-            raise InvalidRequestError("the prompt has no tokens", "prompt")
-        if sequence.sampling.max_tokens < 1:
-            raise InvalidRequestError(
-                f"max_tokens is {sequence.sampling.max_tokens}, it must be at least 1", "max_tokens"
-            )
-        limit, name = self.info.max_model_len, "the model's context"
-        if self.blocks.capacity_tokens < limit:
-            limit, name = self.blocks.capacity_tokens, "the KV cache of a replica"
-        if num_tokens >= limit:
-            raise NeverFitsError(
-                f"the prompt has {num_tokens} tokens, but {name} holds {limit} with at least one of output", "prompt"
-            )
-        try:
-            # numpy finds the largest of 32,768 in 10 us where max() takes 400, and packing refuses what is negative
-            packed = pack_tokens(sequence.prompt_token_ids) + pack_tokens(sequence.output_token_ids)
-            is_known = int(np.frombuffer(packed, "<u4").max()) < self.info.vocab_size
-        except struct.error:
-            is_known = False
-        if not is_known:
-            raise InvalidRequestError(f"token ids must lie in [0, {self.info.vocab_size})", "prompt")
-        return packed
-
     def _accept(self, router_id: RouterId, request: GenerateRequest, packed: list[bytes], now: float) -> None:
         root = root_hash(self.info.model_fingerprint, request.cache_salt)
-        limit = min(self.info.max_model_len, self.blocks.capacity_tokens)
         sequences: list[Sequence] = []
         hashes: list[bytes] = []
         for number, (item, data) in enumerate(zip(request.sequences, packed, strict=True)):
@@ -296,7 +229,7 @@ class EngineCore:
                 sampling=item.sampling,
                 order_key=request.order_key,
                 root=root,
-                max_total_tokens=min(limit, len(item.prompt_token_ids) + item.sampling.max_tokens),
+                max_total_tokens=min(self._admission.max_tokens, len(item.prompt_token_ids) + item.sampling.max_tokens),
                 now=now,
                 is_returning=request.is_returning,
             )

@@ -1,8 +1,8 @@
 """PURE. What a step has for each router: columns for tokens with which there is nothing more to say, records for the
 rest.
 
-Measured with 1,024 running sequences and two routers: a record for every token cost 2.1 us a sequence and step, and 0.3
-to encode; columns cost 0.03 and 0.02.
+With 1,024 running sequences and two routers a record for every token cost 0.5 us to build, 0.08 to encode, 0.29 to
+decode and 18 bytes; in columns 0.1, 0.014, 0.03 and 6.
 """
 
 from __future__ import annotations

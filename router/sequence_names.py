@@ -39,7 +39,7 @@ class SequenceNames:
         for seq_id, token_id in zip(step.seq_ids, step.token_ids, strict=True):
             if (named := names.get(seq_id)) is not None:
                 request_id, index, num_cached = named
-                outputs.append(SequenceOutput(request_id, index, [token_id], num_cached_tokens=num_cached))
+                outputs.append(SequenceOutput(request_id, index, [token_id], None, None, num_cached))
         return outputs
 
     def forget(self, request_id: RequestId) -> None:
