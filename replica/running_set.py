@@ -7,7 +7,7 @@ Python, for those rows alone: `look_at` says when.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import compress
 
@@ -19,9 +19,6 @@ from replica.sequence import Sequence
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-
-#: a number of tokens that no sequence reaches
-_NEVER = 1 << 62
 
 
 class Decodes:
@@ -282,6 +279,6 @@ class _RouterNumbers:
     def validate(self, router_ids: list[RouterId]) -> None:
         """Check against the routers of all running sequences. Raises AssertionError."""
         counts = {name: self._counts[number] for name, number in self._numbers.items()}
-        assert counts == {name: router_ids.count(name) for name in router_ids}, "routers are counted wrongly"
+        assert counts == Counter(router_ids), "routers are counted wrongly"
         assert sorted([*self._numbers.values(), *self._free]) == list(range(len(self._names))), "a number is lost"
         assert all(self._names[number] == name for name, number in self._numbers.items()), "a number has two names"
