@@ -32,8 +32,11 @@ class Admission:
         if info.num_blocks * info.block_size < self.max_tokens:
             self.max_tokens, self._max_of = info.num_blocks * info.block_size, "the KV cache of a replica"
 
-    def check(self, request: GenerateRequest, is_known: bool, num_queued: int) -> list[bytes]:
-        """Raises Refused. Returns the tokens of each sequence, packed to be hashed. `is_known`: the id is in use."""
+    def check(self, request: GenerateRequest, is_known: bool, now: float) -> list[bytes]:
+        """Raises Refused. Returns the tokens of each sequence, packed to be hashed. `is_known`: the id is in use.
+
+        Whether there is room in the queue is another matter (`replica/shedding.py`).
+        """
         if self.is_draining:
             raise Refused(RefusalReason.DRAINING, "the replica is draining")
         if is_known:
@@ -49,10 +52,9 @@ class Admission:
                 RefusalReason.TOO_MANY_SEQUENCES,
                 f"{wanted} sequences in one request, but the queue of a replica holds at most {self.cap}",
             )
-        if num_queued + wanted > self.cap:
+        if request.deadline_s is not None and request.deadline_s <= now:
             raise Refused(
-                RefusalReason.QUEUE_FULL,
-                f"{num_queued} of {self.cap} places in the queue are taken, {wanted} wanted",
+                RefusalReason.DEADLINE, f"the deadline passed {now - request.deadline_s:.3f} s before the request came"
             )
         return packed
 

@@ -138,6 +138,19 @@ class BlockManager:
         # `iter` with None as its end: one look-up after the other until the first that finds nothing
         return list(iter(map(self._cached.get, islice(sequence.block_hashes, limit)).__next__, None))
 
+    def num_hit_tokens(self, sequence: Sequence) -> int:
+        return len(self.find_prefix(sequence)) * self.block_size
+
+    def num_missing(self, sequence: Sequence, keep_free: int) -> int:
+        """Free blocks that `admit` would lack; 0 or less: it would go through."""
+        hits = self.find_prefix(sequence)
+        num_free_hits = sum(not self._ref_count[block_id] for block_id in hits)
+        return self.blocks_for(sequence.num_tokens) - len(hits) + num_free_hits + keep_free - len(self._free)
+
+    def num_held_alone(self, sequence: Sequence) -> int:
+        """Blocks that become free when `sequence` gives its own up."""
+        return sum(self._ref_count[block_id] == 1 for block_id in sequence.block_ids)
+
     def admit(self, sequence: Sequence, *, keep_free: int = 0) -> bool:
         """Give `sequence` blocks for all its known tokens, prefix hits included; all or nothing.
 

@@ -7,12 +7,13 @@ Both run this code.
 
 from __future__ import annotations
 
-from collections import deque
-
 from replica.admission import Admission, Refused
 from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
 from replica.config import EngineConfig
+from replica.deadlines import Deadlines
+from replica.departures import Departures
+from replica.grammar_gate import GrammarGate
 from replica.messages import (
     FinishReason,
     GenerateRequest,
@@ -23,15 +24,12 @@ from replica.messages import (
     SubmitReply,
 )
 from replica.progress import Progress
+from replica.request_book import RequestBook
 from replica.router_output import RouterOutputs, add_columns, add_record
 from replica.scheduler import Scheduler
-from replica.sequence import Sequence, Status
+from replica.sequence import Sequence
+from replica.shedding import Shedding
 from replica.step import RunnerInfo, StepPlan, StepResult
-
-#: the drain rate is a mean over this many seconds
-_RATE_WINDOW_S = 5.0
-#: grammars that the runner is known to have compiled; it keeps at least as many (`replica/grammar.py`)
-MAX_KNOWN_GRAMMARS = 64
 
 
 class EngineCore:
@@ -47,18 +45,23 @@ class EngineCore:
         )
         self._admission = Admission(info, config.admission.max_queued_requests)
         self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
-        self._requests: dict[tuple[RouterId, RequestId], list[Sequence]] = {}
+        self._requests = RequestBook()
+        self._shedding = Shedding(
+            self.scheduler.policy,
+            self._requests,
+            (self.scheduler.queued, self.scheduler.blocked),
+            self._admission.cap,
+            config.scheduler.shed_above_queued_tokens,
+        )
+        self._deadlines = Deadlines()
+        #: of sequences that ended outside of a step, until somebody takes it
+        self._ended: RouterOutputs = {}
         self._next_seq_id = 0
-        self._departures: deque[tuple[float, int]] = deque()
-        #: sum over `_departures`
-        self._num_departed = 0
+        self._departures = Departures()
+        self._grammars = GrammarGate()
         self._num_refused = 0
         self._max_queued_seen = 0
         self._num_resets = 0
-        #: grammar -> sequences that wait for it; compiled ones are in `_compiled`, least recently used first
-        self._waiting_for: dict[str, list[Sequence]] = {}
-        self._compiled: dict[str, None] = {}
-        self._wanted_grammars: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -69,47 +72,62 @@ class EngineCore:
         scheduler = self.scheduler
         return len(scheduler.running) + len(scheduler.returning) + len(scheduler.queued) + len(scheduler.blocked)
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When a queued request has to be given up, if nothing happens before: call `end_overdue` then."""
+        return self._deadlines.next
+
     def submit(self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float) -> SubmitReply:
-        """Take or refuse a whole request. A refusal changes nothing and says why."""
+        """Take or refuse a whole request. A refusal changes nothing and says why; what is taken may cost others their
+        place (`take_ended`).
+        """
         refusal, message = None, ""
         try:
-            is_known = (router_id, request.request_id) in self._requests
-            packed = self._admission.check(request, is_known, self.scheduler.num_queued)
+            packed = self._admission.check(request, (router_id, request.request_id) in self._requests, now)
+            shed = [] if request.is_returning else self._make_room(request)
         except Refused as refused:
             self._num_refused += 1
             refusal, message = refused.reason, refused.message
         else:
+            self._end_queued(shed, FinishReason.SHED, "the request made way for a more urgent one", now)
             self._accept(router_id, request, packed, now)
         return SubmitReply(request.request_id, epoch, self.load(now), refusal, message)
 
+    def take_ended(self) -> RouterOutputs:
+        """Ends outside of a step, for their routers: take them after `submit`, `schedule` and `end_overdue`."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def end_overdue(self, now: float) -> None:
+        """Give up requests whose deadline has passed before anything of them was scheduled."""
+        for sequence in self._deadlines.pop_passed(now):
+            siblings = self._requests.untouched(sequence)
+            self._end_queued(siblings, FinishReason.DEADLINE, "the deadline passed while the request was queued", now)
+
     def abort(self, router_id: RouterId, request_id: RequestId, now: float, indices: list[int] | None = None) -> None:
         """End sequences of a request. Unknown or finished ones are ignored: an abort may cross the end on the wire."""
-        for sequence in list(self._requests.get((router_id, request_id), ())):
+        for sequence in self._requests.of((router_id, request_id)):
             if indices is not None and sequence.index not in indices:
                 continue
             self.scheduler.abort(sequence, FinishReason.ABORT, now)
-            self._forget(
-                sequence
-            )  # at once, though the runner may still hold it: the id can come back in a new attempt
+            # at once, though the runner may still hold it: the id can come back in a new attempt
+            self._requests.forget(sequence)
 
     def abort_router(self, router_id: RouterId, now: float) -> None:
         """A router is gone: end all of its requests."""
-        for key in [key for key in self._requests if key[0] == router_id]:
-            self.abort(*key, now)
+        for key in self._requests:
+            if key[0] == router_id:
+                self.abort(*key, now)
 
     def take_wanted_grammars(self) -> list[str]:
         """Grammars that accepted sequences wait for, each once: have them compiled, then call `grammar_compiled`."""
-        wanted, self._wanted_grammars = self._wanted_grammars, []
-        return wanted
+        return self._grammars.take_wanted()
 
     def grammar_compiled(self, grammar: str, error: str | None, now: float) -> RouterOutputs:
         """What waited for `grammar` may run, or ends as invalid with the compiler's sentence."""
-        waiting = [s for s in self._waiting_for.pop(grammar, []) if s.status is not Status.FINISHED]
+        waiting = self._grammars.compiled(grammar, works=error is None)
         if error is not None:
             return self._outputs([self.scheduler.invalidate(sequence, error, now) for sequence in waiting])
-        self._compiled[grammar] = None
-        if len(self._compiled) > MAX_KNOWN_GRAMMARS:
-            del self._compiled[next(iter(self._compiled))]
         for sequence in waiting:
             self.scheduler.unblock(sequence)
         return {}
@@ -121,12 +139,10 @@ class EngineCore:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step for the runner, or None."""
+        self.end_overdue(now)
         num_queued = self.scheduler.num_queued
         plan = self.scheduler.schedule(now)
-        left = num_queued - self.scheduler.num_queued
-        if left:
-            self._departures.append((now, left))
-            self._num_departed += left
+        self._departures.add(now, num_queued - self.scheduler.num_queued)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> RouterOutputs:
@@ -176,13 +192,14 @@ class EngineCore:
             num_blocks=blocks.num_blocks,
             queue_cap=self._admission.cap,
             step=counters.steps,
-            drain_rate=self._drain_rate(now),
+            drain_rate=self._departures.rate(now),
             counters={
                 "prompt_tokens": counters.prompt_tokens,
                 "cached_prompt_tokens": counters.cached_prompt_tokens,
                 "scheduled_tokens": counters.scheduled_tokens,
                 "generation_tokens": counters.generation_tokens,
                 "preemptions": counters.preemptions,
+                "displaced": counters.displaced,
                 "recomputed_tokens": counters.recomputed_tokens,
                 "prefix_cache_queries": blocks.query_tokens,
                 "prefix_cache_hits": blocks.hit_tokens,
@@ -204,12 +221,23 @@ class EngineCore:
         assert self.scheduler.num_queued <= self._admission.cap, (
             f"{self.scheduler.num_queued} queued, cap {self._admission.cap}"
         )
-        blocked = {s.seq_id for sequences in self._waiting_for.values() for s in sequences}
-        assert blocked >= {s.seq_id for s in self.scheduler.blocked}, "a blocked sequence waits for nothing"
-        assert self._num_departed == sum(count for _, count in self._departures), "departures are counted wrongly"
-        known = {s.seq_id for sequences in self._requests.values() for s in sequences}
-        wanted = {s.seq_id for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT}
-        assert known == wanted, "request map and scheduler disagree"
+        self._grammars.validate(self.scheduler.blocked)
+        self._departures.validate()
+        self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
+
+    def _make_room(self, request: GenerateRequest) -> list[Sequence]:
+        """Who has to go. Raises Refused."""
+        # before anything is hashed, so as if nothing of it were cached; of its sequences the least urgent counts
+        work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
+        key = self.scheduler.policy.key(request.order_key, work, self._next_seq_id)
+        standing = (request.order_key[1], key)
+        return self._shedding.make_room(standing, len(request.sequences), request.num_prompt_tokens)
+
+    def _end_queued(self, sequences: list[Sequence], reason: FinishReason, message: str, now: float) -> None:
+        for sequence in sequences:
+            self.scheduler.abort(sequence, reason, now)
+            self._requests.forget(sequence)
+            add_record(self._ended, Progress(sequence, [], reason, message=message))
 
     def _accept(self, router_id: RouterId, request: GenerateRequest, packed: list[bytes], now: float) -> None:
         root = root_hash(self.info.model_fingerprint, request.cache_salt)
@@ -236,23 +264,11 @@ class EngineCore:
             sequence.block_hashes = hashes.copy()
             self._next_seq_id += 1
             sequences.append(sequence)
-            self.scheduler.add(sequence, is_blocked=self._must_wait_for_grammar(sequence))
-        self._requests[(router_id, request.request_id)] = sequences
+            self.scheduler.add(sequence, is_blocked=self._grammars.must_wait(sequence))
+        self._requests.add((router_id, request.request_id), sequences)
+        if request.deadline_s is not None:
+            self._deadlines.add(request.deadline_s, sequences[0])
         self._max_queued_seen = max(self._max_queued_seen, self.scheduler.num_queued)
-
-    def _must_wait_for_grammar(self, sequence: Sequence) -> bool:
-        grammar = sequence.sampling.grammar
-        if not grammar:
-            return False
-        if grammar in self._compiled:
-            del self._compiled[grammar]
-            self._compiled[grammar] = None  # the most recently used now
-            return False
-        if grammar not in self._waiting_for:
-            self._waiting_for[grammar] = []
-            self._wanted_grammars.append(grammar)
-        self._waiting_for[grammar].append(sequence)
-        return True
 
     def _outputs(self, progress: list[Progress]) -> RouterOutputs:
         outputs: RouterOutputs = {}
@@ -260,18 +276,6 @@ class EngineCore:
             if item.finish_reason is FinishReason.ABORT:
                 continue  # forgotten already; whoever aborts does not wait for an answer
             if item.finish_reason is not None:
-                self._forget(item.sequence)
+                self._requests.forget(item.sequence)
             add_record(outputs, item)
         return outputs
-
-    def _forget(self, sequence: Sequence) -> None:
-        key = (sequence.router_id, sequence.request_id)
-        siblings = self._requests[key]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._requests[key]
-
-    def _drain_rate(self, now: float) -> float:
-        while self._departures and self._departures[0][0] < now - _RATE_WINDOW_S:
-            self._num_departed -= self._departures.popleft()[1]
-        return self._num_departed / _RATE_WINDOW_S

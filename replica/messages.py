@@ -53,7 +53,7 @@ OrderKey = tuple[float, int, float]
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended. `MOVED` never reaches a client: the router continues the sequence elsewhere. `INVALID`
-    reaches it as an error.
+    reaches it as an error; so does `DEADLINE`, and `SHED` unless another replica takes the request.
     """
 
     STOP = "stop"
@@ -63,6 +63,11 @@ class FinishReason(enum.StrEnum):
     MOVED = "moved"
     #: the sequence cannot go on as it was asked for, here or elsewhere: a grammar that cannot be followed, say
     INVALID = "invalid"
+    #: of a request that had not begun, all sequences at once: it made way for a more urgent one. Another replica may
+    #: take it.
+    SHED = "shed"
+    #: of a request that had not begun, all sequences at once: its deadline has passed
+    DEADLINE = "deadline"
 
 
 class RefusalReason(enum.StrEnum):
@@ -79,6 +84,10 @@ class RefusalReason(enum.StrEnum):
     INVALID = "invalid"
     #: an earlier attempt of the same request is still here
     DUPLICATE = "duplicate"
+    #: too much work that is more urgent is queued
+    SHED = "shed"
+    #: its deadline had passed when it came
+    DEADLINE = "deadline"
 
 
 class Role(enum.StrEnum):
@@ -144,7 +153,7 @@ class GenerateRequest(_Message, frozen=True):
     sequences: list[SequenceInput]
     order_key: OrderKey = (0.0, 0, 0.0)
     cache_salt: str = ""
-    #: seconds since the epoch, or None
+    #: seconds since the epoch, or None: when the request must have begun. What began in time is brought to its end.
     deadline_s: float | None = None
     #: resumed or moved in: it was accepted before, so no cap applies to any of its sequences
     is_returning: bool = False
@@ -221,7 +230,7 @@ class SequenceOutput(_Message, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     #: with the first token, and with the finish reason
     stages: Stages | None = None
-    #: with `INVALID`: a sentence for the client
+    #: with `INVALID`, `SHED` and `DEADLINE`: a sentence for the client
     message: str = ""
     #: with its first token at this replica: how `StepOutput.seq_ids` will call it
     seq_id: int | None = None

@@ -21,6 +21,8 @@ class SchedulerCounters(msgspec.Struct):
     cached_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    #: of these, those that made way for a more urgent one
+    displaced: int = 0
     recomputed_tokens: int = 0
     admitted: int = 0
     #: seconds between submit and first schedule, summed over admitted sequences
@@ -36,7 +38,7 @@ class Progress(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     #: one entry a new token, where asked for
     logprobs: list[TokenLogprobs] = []
-    #: with `INVALID`
+    #: with `INVALID`, `SHED` and `DEADLINE`
     message: str = ""
     #: the first token since the replica took the sequence
     is_first: bool = False

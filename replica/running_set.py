@@ -65,6 +65,7 @@ class RunningSet:
         self.look_at: Ints = np.zeros(num_rows, np.int64)
         #: part of the step that the runner works on
         self.in_step: Bools = np.zeros(num_rows, np.bool_)
+        self._priority: npt.NDArray[np.float64] = np.zeros(num_rows, np.float64)
         self._router: Ints = np.zeros(num_rows, np.int64)
         self._routers = _RouterNumbers()
         self._by_row: list[Sequence | None] = [None] * num_rows
@@ -81,10 +82,14 @@ class RunningSet:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._sequences)
 
+    def __reversed__(self) -> Iterator[Sequence]:
+        """The one admitted last comes first."""
+        return reversed(self._sequences)
+
     @property
-    def last(self) -> Sequence:
-        """The one admitted last."""
-        return self._sequences[-1]
+    def max_priority(self) -> float:
+        """Of the least urgent one; somebody runs."""
+        return float(self._priority[self._order[: len(self)]].max())
 
     @property
     def num_context_tokens(self) -> int:
@@ -111,6 +116,7 @@ class RunningSet:
         row = self._free_rows.pop()
         self.num_tokens[row] = sequence.num_tokens
         self.num_computed[row] = sequence.num_computed_tokens
+        self._priority[row] = sequence.order_key[1]
         self._router[row] = self._routers.take(sequence.router_id)
         self._by_row[row] = sequence
         self._order[len(self)] = row
@@ -217,6 +223,7 @@ class RunningSet:
         assert all(a is s.token_ids for a, s in zip(self._token_lists, self, strict=True)), "tokens of somebody else"
         for sequence in self:
             row = sequence.row
+            assert self._priority[row] == float(sequence.order_key[1]), f"{sequence}: priority {self._priority[row]}"
             assert self._by_row[row] is sequence, f"{sequence} does not own row {row}"
             assert self.num_tokens[row] == sequence.num_tokens, f"{sequence}: {self.num_tokens[row]} tokens counted"
             assert self.room[row] == len(sequence.block_ids) * self._block_size, f"{sequence}: room {self.room[row]}"
@@ -237,7 +244,7 @@ class RunningSet:
     def _make_rows(self) -> None:
         """Twice as many."""
         count = len(self._by_row)
-        for name in ("num_tokens", "num_computed", "room", "look_at", "in_step", "_router", "_order"):
+        for name in ("num_tokens", "num_computed", "room", "look_at", "in_step", "_priority", "_router", "_order"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros(count, column.dtype)]))
         self._by_row += [None] * count

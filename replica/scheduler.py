@@ -1,13 +1,15 @@
-"""PURE. Picks the tokens of each step: continuous batching, chunked prefill, preemption by recompute.
+"""PURE. Picks the tokens of each step: continuous batching, chunked prefill, preemption.
 
-One step, in order (vLLM's v1 model with three deliberate changes, marked *):
-1. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt. A chunk
+One step, in order (vLLM's v1 model with deliberate changes, marked *):
+1. Under a policy with classes, whose turn it is may take the place of less urgent running sequences*
+   (`replica/preemption.py`); one such sequence a step.
+2. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt. A chunk
    can so never take the budget from a stream that is already talking.
-2. A running sequence that cannot get a block preempts the running sequence admitted last, which may be itself.
-3. If nothing was preempted: returning sequences, then queued ones, in key order, until one does not fit. Admission
-   reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only while
-   something runs.
-4. A preempted sequence waits as *returning*, before anything fresh and at its old place*.
+3. A running sequence that cannot get a block preempts one, which may be itself.
+4. If nothing was preempted for blocks: waiting sequences in the order of their turn (`replica/step_admission.py`).
+   Admission reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only
+   while something runs.
+5. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
 
 `schedule` and `update` alternate; between them the runner works, and `add` and `abort` may be called at any time.
 """
@@ -15,14 +17,19 @@ One step, in order (vLLM's v1 model with three deliberate changes, marked *):
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import chain
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
 from replica.messages import STEP_TOKEN_BOUNDS, FinishReason
+from replica.order import QueueKey, make_policy
+from replica.preemption import VictimChoice, take_back_by
+from replica.prefill_lanes import PrefillLanes
 from replica.progress import Progress, SchedulerCounters, StepProgress
 from replica.running_set import Decodes, RunningSet
 from replica.sequence import Sequence, Status
 from replica.step import StepPlan, StepResult
+from replica.step_admission import StepAdmission
 from replica.step_budget import StepBudget
 from replica.step_intake import InStep, StepIntake
 from replica.waiting_queue import WaitingQueue
@@ -38,13 +45,18 @@ class Scheduler:
         self._config = config
         self._max_batched = config.max_num_batched_tokens
         self._blocks = blocks
-        self._watermark_blocks = int(config.watermark * blocks.num_blocks)
+        self.policy = make_policy(config)
         self.queued = WaitingQueue()
         self.returning = WaitingQueue()
         #: waiting sequences that may not run yet, because their grammar is being compiled
         self.blocked = WaitingQueue()
         self.running = RunningSet(blocks.block_size, blocks.is_caching)
         self.counters = SchedulerCounters()
+        self._victims = VictimChoice(config, self.policy, blocks)
+        self._take_back = take_back_by(config.preemption_mode, blocks)
+        self._admission = StepAdmission(
+            config, self.policy, blocks, self.returning, self.queued, self.running, self.counters
+        )
         self._dropped: list[int] = []
         self._in_step: InStep | None = None
         self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
@@ -65,6 +77,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence, is_blocked: bool = False) -> None:
         """Take a fresh (queued) or resumed (returning) sequence. A blocked one waits for `unblock` first."""
+        sequence.queue_key = self._key(sequence)
         queue = self.blocked if is_blocked else self._queue_of(sequence)
         queue.push(sequence)
 
@@ -90,13 +103,12 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute and nothing to tell the runner."""
         assert not self._in_step, "update() the last step first"
-        budget = StepBudget(self._max_batched, self._config.long_prefill_token_threshold)
+        budget = StepBudget(self._max_batched, self._lanes())
+        self._displace()
         num_preemptions = self.counters.preemptions
         decodes = self._schedule_running(budget)
         if self.counters.preemptions == num_preemptions:
-            self._admit(self.returning, budget, now)
-            if not self.returning:
-                self._admit(self.queued, budget, now)
+            self._admission.admit(budget, now)
         members = InStep(decodes, budget.chunks)
         if not members and not self._dropped:
             return None
@@ -171,10 +183,47 @@ class Scheduler:
             decodes = self.running.still(decodes)
         if decodes:
             budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist(), new_blocks)
+        if budget.lanes.has_long_lane and self._has_short_prompt(prefills):
+            budget.lanes.share(budget.tokens_left)
         for sequence in prefills:
-            if sequence.status is Status.RUNNING and budget.tokens_left:
-                budget.spend(sequence, budget.chunk(sequence.num_uncomputed_tokens))
+            if sequence.status is Status.RUNNING:
+                budget.spend_prompt(sequence)
         return decodes
+
+    def _lanes(self) -> PrefillLanes:
+        config = self._config
+        if not config.enable_chunked_prefill:
+            return PrefillLanes(config.long_prefill_token_threshold)
+        return PrefillLanes(
+            config.long_prefill_token_threshold, config.max_partial_prefills, config.max_long_partial_prefills
+        )
+
+    def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
+        """Some prompt that is not long wants tokens; waiting ones are judged by their length."""
+        threshold = self._config.long_prefill_token_threshold
+        return any(s.num_uncomputed_tokens <= threshold for s in prefills) or any(
+            s.num_tokens <= threshold for s in chain(self.returning, self.queued)
+        )
+
+    def _displace(self) -> None:
+        """Whose turn it is may take the place of less urgent ones that run."""
+        if not self.policy.has_classes or not self.running or (urgent := self._admission.first()) is None:
+            return
+        victims = self._victims.for_urgent(urgent, self.running, self._config.max_num_seqs, self._admission.keep_free)
+        if victims and self._has_lane(urgent, victims):
+            for victim in victims:
+                self._preempt(victim)
+            self.counters.displaced += len(victims)
+
+    def _has_lane(self, urgent: Sequence, leaving: list[Sequence]) -> bool:
+        """Without one nobody need leave: `urgent` could not begin."""
+        lanes = self._lanes()
+        if not lanes.is_open:
+            for sequence in self.running.split()[1]:
+                if sequence not in leaving:
+                    lanes.enter(sequence.num_uncomputed_tokens, 0)
+        num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
+        return lanes.is_open or lanes.has_place(num_uncached, self._max_batched)
 
     def _grow(self, decodes: Decodes) -> dict[int, list[int]]:
         """Blocks for one token more, for those who need one: one decode in `block_size`. Returns what each got."""
@@ -184,7 +233,7 @@ class Scheduler:
                 continue  # preempted for one of the earlier ones
             sequence = self.running.owner(row)
             while (grown := self._blocks.grow(sequence, sequence.num_tokens)) is None:
-                victim = self.running.last
+                victim = self._victims.for_blocks(sequence, self.running)
                 new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
                 self._preempt(victim)
                 if victim is sequence:
@@ -198,40 +247,19 @@ class Scheduler:
         assert not victim.in_step, f"{victim} is already part of the step"
         self.running.remove(victim)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
-        self._release(victim)
+        self._take_back(victim)
+        self._forget_at_runner(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
         victim.status = Status.RETURNING
+        victim.queue_key = self._key(victim)
         self.returning.push(victim)
 
-    def _admit(self, waiting: WaitingQueue, budget: StepBudget, now: float) -> None:
-        while budget.tokens_left and len(self.running) < self._config.max_num_seqs:
-            sequence = waiting.peek()
-            if sequence is None or not self._fits_budget(sequence, budget):
-                return
-            keep_free = self._watermark_blocks if self.running else 0
-            if not self._blocks.admit(sequence, keep_free=keep_free):
-                return
-            waiting.pop()
-            sequence.status = Status.RUNNING
-            self.running.add(sequence)
-            if sequence.first_scheduled_at is None:
-                sequence.first_scheduled_at = now
-                self.counters.admitted += 1
-                self.counters.queue_time_s += now - sequence.submitted_at
-                self.counters.prompt_tokens += sequence.num_prompt_tokens
-                self.counters.cached_prompt_tokens += sequence.num_cached_tokens
-            if not self._config.enable_chunked_prefill:
-                budget.allow_whole(sequence.num_uncomputed_tokens)
-            budget.spend(sequence, budget.chunk(sequence.num_uncomputed_tokens))
-
-    def _fits_budget(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Always, with chunks. Without them a prompt wants a budget that covers it, but the first one of a step gets
-        its way: else a prompt longer than the budget, or one beside many decodes, would wait for ever."""
-        if self._config.enable_chunked_prefill or not budget.has_prefill:
-            return True
-        hits = len(self._blocks.find_prefix(sequence)) * self._blocks.block_size
-        return sequence.num_tokens - hits <= budget.tokens_left
+    def _key(self, sequence: Sequence) -> QueueKey:
+        work = 0
+        if self.policy.needs_work:
+            work = sequence.max_total_tokens - self._blocks.num_hit_tokens(sequence)
+        return self.policy.key(sequence.order_key, work, sequence.seq_id)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         if sequence.status is Status.RUNNING:
@@ -240,7 +268,8 @@ class Scheduler:
             self.blocked.remove(sequence)
         else:
             self._queue_of(sequence).remove(sequence)
-        self._release(sequence)
+        self._blocks.free(sequence)
+        self._forget_at_runner(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = now
@@ -249,8 +278,7 @@ class Scheduler:
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
         return self.queued if sequence.status is Status.QUEUED else self.returning
 
-    def _release(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence)
+    def _forget_at_runner(self, sequence: Sequence) -> None:
         if sequence.known_to_runner:
             sequence.known_to_runner = False
             self._dropped.append(sequence.seq_id)

@@ -48,11 +48,13 @@ class Sequence:
         "max_total_tokens",
         "num_blocks_committed",
         "num_cached_tokens",
+        "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens_at_preemption",
         "order_key",
         "prompt_logprobs",
+        "queue_key",
         "request_id",
         "root",
         "router_id",
@@ -88,6 +90,8 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling = sampling
         self.order_key = order_key
+        #: its place among those that wait; the scheduler sets it by policy (`replica/order.py`)
+        self.queue_key = (order_key[0], order_key[2], order_key[2], seq_id)
         self.root = root
         #: prompt + output may not exceed this (context, KV pool and max_tokens, whichever is least)
         self.max_total_tokens = max_total_tokens
@@ -101,6 +105,8 @@ class Sequence:
         #: known tokens when last preempted: up to here, computing again is rework
         self.num_tokens_at_preemption = 0
         self.num_preemptions = 0
+        #: how many were admitted past it while it did not fit
+        self.num_passes = 0
         #: of prompt positions 1, 2, ... as far as computed; until the first output takes them along
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_ids: list[int] = []
@@ -145,6 +151,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def standing(self) -> tuple[int, tuple[float, float, float, int]]:
+        """How urgent it is: a `replica.order.Standing`."""
+        return (self.order_key[1], self.queue_key)
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

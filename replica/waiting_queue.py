@@ -1,20 +1,18 @@
-"""PURE. Sequences that wait for their turn, in the order that the router's key and the policy give."""
+"""PURE. Sequences that wait for their turn, in the order that the policy makes of the router's key."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from operator import attrgetter
 
-from replica.messages import OrderKey
 from replica.sequence import Sequence, Status
 
-
-def _key(sequence: Sequence) -> tuple[OrderKey, int]:
-    return (sequence.order_key, sequence.seq_id)
+_key = attrgetter("queue_key")
 
 
 class WaitingQueue:
-    """Sorted by (order key, seq_id). The same key sorts at the router, so both places agree on who is next.
+    """Sorted by `Sequence.queue_key`, which does not change while a sequence is in here (`replica/order.py`).
 
     A sequence that comes back (preempted) has its old key and so its old place: it never falls behind a later one (vLLM
     #41951).
@@ -34,27 +32,30 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._items)
 
+    def __reversed__(self) -> Iterator[Sequence]:
+        """Least urgent first."""
+        return reversed(self._items)
+
     def push(self, sequence: Sequence) -> None:
         insort(self._items, sequence, key=_key)
         self._count(sequence, 1)
 
-    def peek(self) -> Sequence | None:
-        return self._items[0] if self._items else None
+    def at(self, position: int) -> Sequence | None:
+        """None behind the last one."""
+        return self._items[position] if position < len(self._items) else None
 
-    def pop(self) -> Sequence:
-        sequence = self._items.pop(0)
-        self._count(sequence, -1)
-        return sequence
+    def take(self, position: int) -> None:
+        """Whoever is there leaves; those behind move up."""
+        self._count(self._items.pop(position), -1)
 
     def remove(self, sequence: Sequence) -> None:
-        position = bisect_left(self._items, _key(sequence), key=_key)
+        position = bisect_left(self._items, sequence.queue_key, key=_key)
         assert self._items[position] is sequence, f"{sequence} is not in the queue"
-        del self._items[position]
-        self._count(sequence, -1)
+        self.take(position)
 
     def holds(self, sequence: Sequence) -> bool:
-        position = bisect_left(self._items, _key(sequence), key=_key)
-        return position < len(self._items) and self._items[position] is sequence
+        position = bisect_left(self._items, sequence.queue_key, key=_key)
+        return self.at(position) is sequence
 
     def validate(self) -> None:
         """Check order and sums. Raises AssertionError."""

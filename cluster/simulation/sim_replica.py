@@ -34,6 +34,7 @@ class SimReplica:
         self._routers: list[RouterId] = []
         self._is_busy = False
         self._outputs: RouterOutputs = {}
+        self._deadline_at: float | None = None
 
     def connect(self, router_id: RouterId) -> None:
         """A router opened its stream."""
@@ -51,6 +52,7 @@ class SimReplica:
                 if reply.refusal is not None:
                     self._reports.refused(router_id)
                 self._send(self.replica_id, router_id, reply)
+                self._publish_ended()
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(router_id, request_id, now, indices)
         self._start_soon()
@@ -73,6 +75,7 @@ class SimReplica:
         if not self.is_alive:
             return
         plan = self.core.schedule(self._events.now)
+        self._publish_ended()
         self._publish()
         if plan is None:
             self._is_busy = False
@@ -85,6 +88,21 @@ class SimReplica:
             return
         self._outputs = self.core.update(plan, result, self._events.now)
         self._events.after(0.0, Rank.STEP_START, self._start_step)
+
+    def _publish_ended(self) -> None:
+        """Also in the middle of a step: come back when the next deadline passes."""
+        for router_id, output in self.core.take_ended().items():
+            self._report(router_id, output)
+        deadline = self.core.next_deadline
+        if deadline is not None and (self._deadline_at is None or deadline < self._deadline_at):
+            self._deadline_at = max(deadline, self._events.now)
+            self._events.at(self._deadline_at, Rank.TIMER, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        self._deadline_at = None
+        if self.is_alive:
+            self.core.end_overdue(self._events.now)
+            self._publish_ended()
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, {}

@@ -132,8 +132,13 @@ class SimRouter:
             max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, ignore_eos=True
         )
         sequence = SequenceInput(0, request.prompt_token_ids, sampling, record.token_ids.copy())
-        order_key = (0.0, 0, request.arrival_s)
-        return GenerateRequest(request_id, [sequence], order_key=order_key, is_returning=is_returning)
+        return GenerateRequest(
+            request_id,
+            [sequence],
+            order_key=(0.0, request.priority, request.arrival_s),
+            deadline_s=request.deadline_s,
+            is_returning=is_returning,
+        )
 
     def _end(self, request_id: RequestId) -> SimRecord | None:
         self._names.forget(request_id)

@@ -23,7 +23,7 @@ def make_sequence(seq_id: int, router: RouterId, num_tokens: int, max_tokens: in
         prompt_token_ids=list(range(num_tokens)),
         output_token_ids=[],
         sampling=SamplingParams(max_tokens=max_tokens, stop_token_ids=stops),
-        order_key=(0.0, 0, float(seq_id)),
+        order_key=(0.0, seq_id % 3, float(seq_id)),
         root=b"",
         max_total_tokens=num_tokens + max_tokens,
         now=0.0,
@@ -144,7 +144,8 @@ class RunningSetMachine(RuleBasedStateMachine):
         self.running.validate()
         assert list(self.running) == self.sequences
         assert len(self.running) == len(self.sequences)
-        assert not self.sequences or self.running.last is self.sequences[-1]
+        assert list(reversed(self.running)) == self.sequences[::-1]
+        assert not self.sequences or self.running.max_priority == max(s.order_key[1] for s in self.sequences)
         assert self.running.num_known_tokens == sum(s.num_tokens for s in self.sequences)
         assert self.running.num_context_tokens == sum(s.num_computed_tokens for s in self.sequences)
 

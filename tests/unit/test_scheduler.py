@@ -170,8 +170,8 @@ def test_an_aborted_prefill_leaves_only_what_was_computed() -> None:
 
 
 def test_preempted_sequences_come_back_before_anything_fresh_and_in_their_order() -> None:
-    """Cases C-06 and C-07."""
-    h = Harness(num_blocks=10, max_num_seqs=3)
+    """Cases C-06 and C-07, strictly in line."""
+    h = Harness(num_blocks=10, max_num_seqs=3, admission_look_past=0)
     for name in ("x", "y"):
         h.submit(name, [ord(name)] * 12, 24)
     h.step()
