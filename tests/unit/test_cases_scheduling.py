@@ -70,10 +70,12 @@ def test_c_07_a_preempted_sequence_comes_back_before_those_who_arrived_later(loo
     h.step()
     h.submit("w1", [3] * 35, 2, arrival=2.0)
     for number in (2, 3, 4):
-        h.submit(f"w{number}", [number + 2] * 15, 2, arrival=1.0 + number)
+        h.submit(f"w{number}", [number + 2] * 19, 2, arrival=1.0 + number)
     while not h.names(h.core.scheduler.returning):
         h.step()
     assert h.names(h.core.scheduler.returning) == ["x"]
+    h.submit("small", [8, 8], 2, arrival=9.0)
+    assert h.core.blocks.num_free >= 1, "it would fit at once"
     before = [*h.running(), *h.ends]
     started: list[str] = []
     while h.core.num_unfinished:
