@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 DType = Literal["auto", "bfloat16", "float32"]
 
@@ -46,18 +46,64 @@ class CacheConfig(FrozenModel):
 class SchedulerConfig(FrozenModel):
     """Who runs in a step."""
 
-    policy: Literal["fcfs"] = Field("fcfs", description="Order of the waiting queue.")
+    policy: Literal["fcfs", "priority", "sjf"] = Field(
+        "fcfs", description="Who is served first: by arrival, by priority then arrival, or least work left first."
+    )
+    priority_ageing_s: float = Field(
+        60, gt=0, description="Under priority: so many seconds of waiting make a request one level more urgent."
+    )
+    sjf_ageing_tokens_per_s: float = Field(
+        100, gt=0, description="Under sjf: a second of waiting counts like so many tokens less of work."
+    )
     max_num_seqs: int = Field(128, ge=1, description="Most sequences running at once.")
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="Token budget of a step. auto: 256 on CPU, 2048 on GPU."
     )
     enable_chunked_prefill: bool = Field(True, description="Off: a prompt is computed in one step, however long.")
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="Most tokens of one prompt in a step; 0: the whole budget."
+        0,
+        ge=0,
+        description="A longer prompt is long, and a step computes at most so many tokens of it; 0: none is long.",
+    )
+    max_long_partial_prefills: int = Field(
+        0, ge=0, description="Most long prompts under way at once, on half of the tokens if need be; 0: any number."
+    )
+    max_partial_prefills: int = Field(0, ge=0, description="Most prompts that a step leaves unfinished; 0: any number.")
+    admission_look_past: int = Field(
+        8, ge=0, description="Most queued sequences that a smaller one may pass while they do not fit; 0: none."
+    )
+    max_head_passes: int = Field(
+        8, ge=0, description="Admitted past a sequence that does not fit, before nobody passes it any more."
+    )
+    shed_above_queued_tokens: int = Field(
+        0, ge=0, description="Queued tokens above which the last in order is refused or shed (503); 0: no limit."
+    )
+    preemption_victim: Literal["policy", "cost"] = Field(
+        "policy", description="Who is put back for blocks: the last in order, or who has least to compute again."
+    )
+    preemption_mode: Literal["recompute", "offload", "auto"] = Field(
+        "recompute", description="What becomes of its KV; offload and auto need a KV connector, which is not there yet."
+    )
+    max_preemptions: int = Field(
+        8, ge=0, description="Times that one sequence is put back before it is protected, as long as another is not."
     )
     watermark: float = Field(
         0.01, ge=0, lt=1, description="Share of blocks kept free when a sequence is admitted beside others."
     )
+
+    @model_validator(mode="after")
+    def _can_work(self) -> SchedulerConfig:
+        if self.max_long_partial_prefills and not self.long_prefill_token_threshold:
+            raise ValueError(
+                f"max_long_partial_prefills is {self.max_long_partial_prefills}, but no prompt is long while "
+                "long_prefill_token_threshold is 0; set both or none"
+            )
+        if self.preemption_mode != "recompute":
+            raise ValueError(
+                f"preemption_mode is {self.preemption_mode!r}, which needs a KV connector, and there is none yet; "
+                "allowed: 'recompute'"
+            )
+        return self
 
 
 class AdmissionConfig(FrozenModel):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from replica.config import EngineConfig
-from replica.engine_core import EngineCore, RouterOutputs
+from replica.engine_core import EngineCore
 from replica.errors import EngineError, InvalidRequestError
 from replica.messages import (
     HEARTBEAT_S,
@@ -27,6 +27,7 @@ from replica.messages import (
 )
 from replica.report_schedule import LOAD_INTERVAL_S, ReportSchedule
 from replica.router_link import RouterLink
+from replica.router_output import RouterOutput, RouterOutputs
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import RunnerThread
 from replica.step import StepPlan
@@ -66,6 +67,7 @@ class Engine:
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._load_timer: asyncio.TimerHandle | None = None
+        self._deadline_timer: asyncio.TimerHandle | None = None
         self._step_started_at: float | None = None
         self._failure: BaseException | None = None
         self._compilations: set[asyncio.Task[None]] = set()
@@ -112,6 +114,7 @@ class Engine:
                     self._reports.refused(link.router_id)
                 for grammar in self.core.take_wanted_grammars():
                     self._compile(grammar)
+                self._publish_ended()
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(link.router_id, request_id, now, indices)
                 self._schedule_load()
@@ -150,8 +153,9 @@ class Engine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._load_timer is not None:
-            self._load_timer.cancel()
+        for timer in (self._load_timer, self._deadline_timer):
+            if timer is not None:
+                timer.cancel()
         for link in list(self._links.values()):
             link.close()
         await self._runner.close()
@@ -207,6 +211,7 @@ class Engine:
         try:
             while True:
                 plan = self.core.schedule(self._clock())
+                self._publish_ended()
                 if plan is None:
                     self._publish(outputs)
                     outputs = {}
@@ -261,10 +266,29 @@ class Engine:
         if due := self._reports.due(now, outputs):
             load = self.core.load(now)
             for router_id in due:
-                self._links[router_id].send(StepOutput(self.incarnation, load, outputs.get(router_id, [])))
+                output = outputs.get(router_id, RouterOutput())
+                self._links[router_id].send(output.to_message(self.incarnation, load))
                 self._reports.sent(router_id, now)
         if not self.core.num_unfinished:
             self._schedule_load()  # the last word about a load must not be a stale one
+
+    def _publish_ended(self) -> None:
+        """Tell of requests that were shed or overdue, and come back when the next one is: also in the middle of a long
+        step, and while nothing can run.
+        """
+        if ended := self.core.take_ended():
+            self._publish(ended)
+        if self._deadline_timer is not None:
+            self._deadline_timer.cancel()
+            self._deadline_timer = None
+        if (deadline := self.core.next_deadline) is not None:
+            delay_s = max(0.0, deadline - self._clock())
+            self._deadline_timer = asyncio.get_running_loop().call_later(delay_s, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        self.core.end_overdue(self._clock())
+        self._publish_ended()
+        self._kick()
 
     def _schedule_load(self) -> None:
         if self._load_timer is None:

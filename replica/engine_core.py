@@ -7,58 +7,61 @@ Both run this code.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection
-
-from replica.block_hash import root_hash
+from replica.admission import Admission, Refused
+from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
 from replica.config import EngineConfig
-from replica.errors import InvalidRequestError, NeverFitsError
+from replica.deadlines import Deadlines
+from replica.departures import Departures
+from replica.grammar_gate import GrammarGate
 from replica.messages import (
     FinishReason,
     GenerateRequest,
-    RefusalReason,
+    KVEvent,
     ReplicaLoad,
     RequestId,
     RouterId,
-    SequenceInput,
-    SequenceOutput,
-    Stages,
     SubmitReply,
 )
-from replica.scheduler import Progress, Scheduler
-from replica.sequence import Sequence, Status
+from replica.progress import Progress
+from replica.request_book import RequestBook
+from replica.router_output import RouterOutputs, add_columns, add_record
+from replica.scheduler import Scheduler
+from replica.sequence import Sequence
+from replica.shedding import Shedding
 from replica.step import RunnerInfo, StepPlan, StepResult
-
-#: the drain rate is a mean over this many seconds
-_RATE_WINDOW_S = 5.0
-#: grammars that the runner is known to have compiled; it keeps at least as many (`replica/grammar.py`)
-MAX_KNOWN_GRAMMARS = 48
-
-RouterOutputs = dict[RouterId, list[SequenceOutput]]
 
 
 class EngineCore:
     """The replica is the authority on its queue: what `submit` accepts is queued, and never more than the cap."""
 
-    def __init__(self, config: EngineConfig, info: RunnerInfo) -> None:
+    def __init__(self, config: EngineConfig, info: RunnerInfo, *, record_kv_events: bool = False) -> None:
         self.info = info
-        self._cap = config.admission.max_queued_requests
         self.blocks = BlockManager(
-            info.num_blocks, info.block_size, enable_prefix_caching=config.cache.enable_prefix_caching
+            info.num_blocks,
+            info.block_size,
+            enable_prefix_caching=config.cache.enable_prefix_caching,
+            record_events=record_kv_events,
         )
+        self._admission = Admission(info, config.admission.max_queued_requests)
         self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
-        self._requests: dict[tuple[RouterId, RequestId], list[Sequence]] = {}
+        self._requests = RequestBook()
+        self._shedding = Shedding(
+            self.scheduler.policy,
+            self._requests,
+            (self.scheduler.queued, self.scheduler.blocked),
+            self._admission.cap,
+            config.scheduler.shed_above_queued_tokens,
+        )
+        self._deadlines = Deadlines()
+        #: of sequences that ended outside of a step, until somebody takes it
+        self._ended: RouterOutputs = {}
         self._next_seq_id = 0
-        self._draining = False
-        self._departures: deque[tuple[float, int]] = deque()
+        self._departures = Departures()
+        self._grammars = GrammarGate()
         self._num_refused = 0
         self._max_queued_seen = 0
         self._num_resets = 0
-        #: grammar -> sequences that wait for it; compiled ones are in `_compiled`, least recently used first
-        self._waiting_for: dict[str, list[Sequence]] = {}
-        self._compiled: dict[str, None] = {}
-        self._wanted_grammars: list[str] = []
 
     @property
     def has_work(self) -> bool:
@@ -69,51 +72,70 @@ class EngineCore:
         scheduler = self.scheduler
         return len(scheduler.running) + len(scheduler.returning) + len(scheduler.queued) + len(scheduler.blocked)
 
+    @property
+    def next_deadline(self) -> float | None:
+        """When a queued request has to be given up, if nothing happens before: call `end_overdue` then."""
+        return self._deadlines.next
+
     def submit(self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float) -> SubmitReply:
-        """Take or refuse a whole request. A refusal changes nothing and says why."""
-        refusal, message = self._check(router_id, request)
-        if refusal is None:
-            self._accept(router_id, request, now)
-        else:
+        """Take or refuse a whole request. A refusal changes nothing and says why; what is taken may cost others their
+        place (`take_ended`).
+        """
+        refusal, message = None, ""
+        try:
+            packed = self._admission.check(request, (router_id, request.request_id) in self._requests, now)
+            shed = [] if request.is_returning else self._shedding.make_room(request, self._next_seq_id)
+        except Refused as refused:
             self._num_refused += 1
+            refusal, message = refused.reason, refused.message
+        else:
+            self._end_queued(shed, FinishReason.SHED, "the request made way for a more urgent one", now)
+            self._accept(router_id, request, packed, now)
         return SubmitReply(request.request_id, epoch, self.load(now), refusal, message)
+
+    def take_ended(self) -> RouterOutputs:
+        """Ends outside of a step, for their routers: take them after `submit`, `schedule` and `end_overdue`."""
+        ended, self._ended = self._ended, {}
+        return ended
+
+    def end_overdue(self, now: float) -> None:
+        """Give up requests whose deadline has passed before anything of them was scheduled."""
+        for sequence in self._deadlines.pop_passed(now):
+            siblings = self._requests.untouched(sequence)
+            self._end_queued(siblings, FinishReason.DEADLINE, "the deadline passed while the request was queued", now)
 
     def abort(self, router_id: RouterId, request_id: RequestId, now: float, indices: list[int] | None = None) -> None:
         """End sequences of a request. Unknown or finished ones are ignored: an abort may cross the end on the wire."""
-        for sequence in list(self._requests.get((router_id, request_id), ())):
+        for sequence in self._requests.of((router_id, request_id)):
             if indices is not None and sequence.index not in indices:
                 continue
-            self._stop_waiting(sequence)
+            self._grammars.drop(sequence)
             self.scheduler.abort(sequence, FinishReason.ABORT, now)
-            self._forget(
-                sequence
-            )  # at once, though the runner may still hold it: the id can come back in a new attempt
+            # at once, though the runner may still hold it: the id can come back in a new attempt
+            self._requests.forget(sequence)
 
     def abort_router(self, router_id: RouterId, now: float) -> None:
         """A router is gone: end all of its requests."""
-        for key in [key for key in self._requests if key[0] == router_id]:
-            self.abort(*key, now)
+        for key in self._requests:
+            if key[0] == router_id:
+                self.abort(*key, now)
 
     def take_wanted_grammars(self) -> list[str]:
         """Grammars that accepted sequences wait for, each once: have them compiled, then call `grammar_compiled`."""
-        wanted, self._wanted_grammars = self._wanted_grammars, []
-        return wanted
+        return self._grammars.take_wanted()
 
     def grammar_failed(self, grammar: str, now: float) -> RouterOutputs:
         """It could not be compiled, and not for its own sake: what waited for it is tried elsewhere."""
-        waiting = [s for s in self._waiting_for.pop(grammar, []) if s.status is not Status.FINISHED]
+        waiting = self._grammars.compiled(grammar, works=False)
         for sequence in waiting:
             self.scheduler.abort(sequence, FinishReason.ERROR, now)
         return self._outputs([Progress(sequence, [], FinishReason.ERROR) for sequence in waiting])
 
     def grammar_compiled(self, grammar: str, error: str | None, now: float) -> RouterOutputs:
         """What waited for `grammar` may run, or ends as invalid with the compiler's sentence."""
-        waiting = [s for s in self._waiting_for.pop(grammar, []) if s.status is not Status.FINISHED]
+        waiting = self._grammars.compiled(grammar, works=error is None)
         if error is not None:
             return self._outputs([self.scheduler.invalidate(sequence, error, now) for sequence in waiting])
-        self._compiled[grammar] = None
-        if len(self._compiled) > MAX_KNOWN_GRAMMARS:
-            del self._compiled[next(iter(self._compiled))]
         for sequence in waiting:
             self.scheduler.unblock(sequence)
         return {}
@@ -125,16 +147,18 @@ class EngineCore:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step for the runner, or None."""
+        self.end_overdue(now)
         num_queued = self.scheduler.num_queued
         plan = self.scheduler.schedule(now)
-        left = num_queued - self.scheduler.num_queued
-        if left:
-            self._departures.append((now, left))
+        self._departures.add(now, num_queued - self.scheduler.num_queued)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> RouterOutputs:
         """Take in a finished step; what to tell which router."""
-        return self._outputs(self.scheduler.update(plan, result, now))
+        progress = self.scheduler.update(plan, result, now)
+        outputs = self._outputs(progress.others)
+        add_columns(outputs, progress.plain, progress.token_ids, self.scheduler.running)
+        return outputs
 
     def fail_step(self, now: float) -> RouterOutputs:
         """The runner raised: the step's sequences end with ERROR."""
@@ -142,7 +166,7 @@ class EngineCore:
 
     def stop_admission(self) -> None:
         """Draining: refuse everything from now on."""
-        self._draining = True
+        self._admission.is_draining = True
 
     def hand_over(self, now: float) -> RouterOutputs:
         """End everything that is not in the runner's hands with MOVED, so that routers continue it elsewhere.
@@ -152,30 +176,38 @@ class EngineCore:
         moved = [s for s in self.scheduler.living() if self.scheduler.abort(s, FinishReason.MOVED, now)]
         return self._outputs([Progress(sequence, [], FinishReason.MOVED) for sequence in moved])
 
+    def take_kv_events(self) -> list[KVEvent]:
+        """What became cached or was forgotten since the last call, if that is recorded."""
+        event = self.blocks.take_events()
+        return [] if event is None else [event]
+
     def load(self, now: float) -> ReplicaLoad:
-        """A snapshot for routers. Linear in the number of unfinished sequences."""
+        """A snapshot for routers. No walk over sequences: it goes out with every step."""
         scheduler, blocks = self.scheduler, self.blocks.stats()
-        waiting = [*scheduler.queued, *scheduler.returning, *scheduler.blocked.values()]
+        waiting = (scheduler.queued, scheduler.returning, scheduler.blocked)
         counters = scheduler.counters
+        num_context = scheduler.running.num_context_tokens
         return ReplicaLoad(
             num_queued=scheduler.num_queued,
-            num_returning=len(waiting) - scheduler.num_queued,
+            num_returning=sum(map(len, waiting)) - scheduler.num_queued,
             num_running=len(scheduler.running),
-            num_queued_prompt_tokens=sum(s.num_prompt_tokens for s in waiting),
-            num_uncomputed_tokens=sum(s.num_tokens for s in waiting)
-            + sum(s.num_uncomputed_tokens for s in scheduler.running),
-            num_context_tokens=sum(s.num_computed_tokens for s in scheduler.running),
+            num_queued_prompt_tokens=sum(queue.num_prompt_tokens for queue in waiting),
+            num_uncomputed_tokens=sum(queue.num_tokens for queue in waiting)
+            + scheduler.running.num_known_tokens
+            - num_context,
+            num_context_tokens=num_context,
             num_free_blocks=blocks.num_free,
             num_blocks=blocks.num_blocks,
-            queue_cap=self._cap,
+            queue_cap=self._admission.cap,
             step=counters.steps,
-            drain_rate=self._drain_rate(now),
+            drain_rate=self._departures.rate(now),
             counters={
                 "prompt_tokens": counters.prompt_tokens,
                 "cached_prompt_tokens": counters.cached_prompt_tokens,
                 "scheduled_tokens": counters.scheduled_tokens,
                 "generation_tokens": counters.generation_tokens,
                 "preemptions": counters.preemptions,
+                "displaced": counters.displaced,
                 "recomputed_tokens": counters.recomputed_tokens,
                 "prefix_cache_queries": blocks.query_tokens,
                 "prefix_cache_hits": blocks.hit_tokens,
@@ -194,75 +226,28 @@ class EngineCore:
     def validate(self) -> None:
         """Check all invariants. Raises AssertionError."""
         self.scheduler.validate()
-        assert self.scheduler.num_queued <= self._cap, f"{self.scheduler.num_queued} queued, cap {self._cap}"
-        blocked = {s.seq_id for sequences in self._waiting_for.values() for s in sequences}
-        assert blocked >= set(self.scheduler.blocked), "a blocked sequence waits for nothing"
-        known = {s.seq_id for sequences in self._requests.values() for s in sequences}
-        wanted = {s.seq_id for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT}
-        assert known == wanted, "request map and scheduler disagree"
+        assert self.scheduler.num_queued <= self._admission.cap, (
+            f"{self.scheduler.num_queued} queued, cap {self._admission.cap}"
+        )
+        self._grammars.validate(self.scheduler.blocked)
+        self._departures.validate()
+        self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
 
-    def _check(self, router_id: RouterId, request: GenerateRequest) -> tuple[RefusalReason | None, str]:
-        if self._draining:
-            return RefusalReason.DRAINING, "the replica is draining"
-        if (router_id, request.request_id) in self._requests:
-            return RefusalReason.DUPLICATE, f"request id {request.request_id!r} is already in use"
-        if not request.sequences:
-            return RefusalReason.INVALID, "the request has no sequences"
-        try:
-            for sequence in request.sequences:
-                self._check_sequence(sequence)
-        except NeverFitsError as error:
-            return RefusalReason.NEVER_FITS, error.message
-        except InvalidRequestError as error:
-            return RefusalReason.INVALID, error.message
-        wanted = len(request.sequences)
-        if request.is_returning:
-            return None, ""
-        if wanted > self._cap:
-            return (
-                RefusalReason.TOO_MANY_SEQUENCES,
-                f"{wanted} sequences in one request, but the queue of a replica holds at most {self._cap}",
-            )
-        num_queued = self.scheduler.num_queued
-        if num_queued + wanted > self._cap:
-            return (
-                RefusalReason.QUEUE_FULL,
-                f"{num_queued} of {self._cap} places in the queue are taken, {wanted} wanted",
-            )
-        return None, ""
+    def _end_queued(self, sequences: list[Sequence], reason: FinishReason, message: str, now: float) -> None:
+        for sequence in sequences:
+            self._grammars.drop(sequence)
+            self.scheduler.abort(sequence, reason, now)
+            self._requests.forget(sequence)
+            add_record(self._ended, Progress(sequence, [], reason, message=message))
 
-    def _check_sequence(self, sequence: SequenceInput) -> None:
-        num_tokens = len(sequence.prompt_token_ids) + len(sequence.output_token_ids)
-        if not sequence.prompt_token_ids:
-            raise InvalidRequestError("the prompt has no tokens", "prompt")
-        if sequence.sampling.max_tokens < 1:
-            raise InvalidRequestError(
-                f"max_tokens is {sequence.sampling.max_tokens}, it must be at least 1", "max_tokens"
-            )
-        limit, name = self.info.max_model_len, "the model's context"
-        if self.blocks.capacity_tokens < limit:
-            limit, name = self.blocks.capacity_tokens, "the KV cache of a replica"
-        if num_tokens >= limit:
-            raise NeverFitsError(
-                f"the prompt has {num_tokens} tokens, but {name} holds {limit} with at least one of output", "prompt"
-            )
-        self._check_ids(sequence.prompt_token_ids, "prompt")
-        self._check_ids(sequence.output_token_ids, "prompt")
-        sampling = sequence.sampling
-        self._check_ids(sampling.allowed_token_ids, "allowed_token_ids")
-        self._check_ids(list(sampling.logit_bias), "logit_bias")
-        self._check_ids([token_id for word in sampling.bad_words for token_id in word], "bad_words")
-
-    def _check_ids(self, token_ids: Collection[int], param: str) -> None:
-        """The runner indexes with them. A router that knows a larger vocabulary must not stop a step of others."""
-        if token_ids and (min(token_ids) < 0 or max(token_ids) >= self.info.vocab_size):
-            raise InvalidRequestError(f"token ids of {param} must lie in [0, {self.info.vocab_size})", param)
-
-    def _accept(self, router_id: RouterId, request: GenerateRequest, now: float) -> None:
+    def _accept(self, router_id: RouterId, request: GenerateRequest, packed: list[bytes], now: float) -> None:
         root = root_hash(self.info.model_fingerprint, request.cache_salt)
-        limit = min(self.info.max_model_len, self.blocks.capacity_tokens)
-        sequences = []
-        for item in request.sequences:
+        sequences: list[Sequence] = []
+        hashes: list[bytes] = []
+        for number, (item, data) in enumerate(zip(request.sequences, packed, strict=True)):
+            if self.blocks.is_caching and (number == 0 or data != packed[number - 1]):
+                # here, while a step computes, and not when it is looked up: there the device would wait
+                hashes = chain_packed(root, data, self.info.block_size)
             sequence = Sequence(
                 seq_id=self._next_seq_id,
                 request_id=request.request_id,
@@ -273,77 +258,25 @@ class EngineCore:
                 sampling=item.sampling,
                 order_key=request.order_key,
                 root=root,
-                max_total_tokens=min(limit, len(item.prompt_token_ids) + item.sampling.max_tokens),
+                max_total_tokens=min(self._admission.max_tokens, len(item.prompt_token_ids) + item.sampling.max_tokens),
                 now=now,
                 is_returning=request.is_returning,
             )
+            sequence.block_hashes = hashes.copy()
             self._next_seq_id += 1
             sequences.append(sequence)
-            self.scheduler.add(sequence, is_blocked=self._must_wait_for_grammar(sequence))
-        self._requests[(router_id, request.request_id)] = sequences
+            self.scheduler.add(sequence, is_blocked=self._grammars.must_wait(sequence))
+        self._requests.add((router_id, request.request_id), sequences)
+        if request.deadline_s is not None:
+            self._deadlines.add(request.deadline_s, sequences[0])
         self._max_queued_seen = max(self._max_queued_seen, self.scheduler.num_queued)
-
-    def _stop_waiting(self, sequence: Sequence) -> None:
-        waiting = self._waiting_for.get(sequence.sampling.grammar)
-        if waiting is not None and sequence in waiting:
-            waiting.remove(sequence)
-
-    def _must_wait_for_grammar(self, sequence: Sequence) -> bool:
-        grammar = sequence.sampling.grammar
-        if not grammar:
-            return False
-        if grammar in self._compiled:
-            del self._compiled[grammar]
-            self._compiled[grammar] = None  # the most recently used now
-            return False
-        if grammar not in self._waiting_for:
-            self._waiting_for[grammar] = []
-            self._wanted_grammars.append(grammar)
-        self._waiting_for[grammar].append(sequence)
-        return True
 
     def _outputs(self, progress: list[Progress]) -> RouterOutputs:
         outputs: RouterOutputs = {}
         for item in progress:
-            sequence = item.sequence
             if item.finish_reason is FinishReason.ABORT:
                 continue  # forgotten already; whoever aborts does not wait for an answer
             if item.finish_reason is not None:
-                self._forget(sequence)
-            output = SequenceOutput(
-                sequence.request_id,
-                sequence.index,
-                item.new_token_ids,
-                item.finish_reason,
-                sequence.stop_reason,
-                sequence.num_cached_tokens,
-                item.logprobs,
-                sequence.take_prompt_logprobs() if item.new_token_ids else [],
-                # with the first token too: of a sequence that a stop string ends, the router hears no end
-                _stages(sequence) if item.finish_reason is not None or sequence.num_output_tokens == 1 else None,
-                item.message,
-            )
-            outputs.setdefault(sequence.router_id, []).append(output)
+                self._requests.forget(item.sequence)
+            add_record(outputs, item)
         return outputs
-
-    def _forget(self, sequence: Sequence) -> None:
-        key = (sequence.router_id, sequence.request_id)
-        siblings = self._requests[key]
-        siblings.remove(sequence)
-        if not siblings:
-            del self._requests[key]
-
-    def _drain_rate(self, now: float) -> float:
-        while self._departures and self._departures[0][0] < now - _RATE_WINDOW_S:
-            self._departures.popleft()
-        return sum(count for _, count in self._departures) / _RATE_WINDOW_S
-
-
-def _stages(sequence: Sequence) -> Stages:
-    first, token, end = sequence.first_scheduled_at, sequence.first_token_at, sequence.finished_at
-    return Stages(
-        queued_s=None if first is None else first - sequence.submitted_at,
-        prefill_s=None if first is None or token is None else token - first,
-        decode_s=None if token is None or end is None else end - token,
-        num_preemptions=sequence.num_preemptions,
-    )

@@ -21,7 +21,7 @@ from replica.messages import GRAMMAR_LIMITS
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-#: compiled grammars kept: more than the engine core counts on (`engine_core.MAX_KNOWN_GRAMMARS`); one that is gone is
+#: compiled grammars kept: more than the engine core counts on (`grammar_gate.MAX_KNOWN_GRAMMARS`); one that is gone is
 #: only compiled again
 _MAX_COMPILED = 64
 _MAX_ERROR_CHARS = 300

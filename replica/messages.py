@@ -47,13 +47,14 @@ RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
 RouterId = NewType("RouterId", str)
 
-#: (tenant turn, priority, arrival in seconds since the epoch): fixed by the router, sorted by in both places.
+#: (tenant turn, priority, arrival in seconds since the epoch): fixed by the router. What it means for the order is a
+#: matter of the policy (`replica/order.py`).
 OrderKey = tuple[float, int, float]
 
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended. `MOVED` never reaches a client: the router continues the sequence elsewhere. `INVALID`
-    reaches it as an error.
+    reaches it as an error; so does `DEADLINE`, and `SHED` unless another replica takes the request.
     """
 
     STOP = "stop"
@@ -63,6 +64,11 @@ class FinishReason(enum.StrEnum):
     MOVED = "moved"
     #: the sequence cannot go on as it was asked for, here or elsewhere: a grammar that cannot be followed, say
     INVALID = "invalid"
+    #: of a request that had not begun, all sequences at once: it made way for a more urgent one. Another replica may
+    #: take it.
+    SHED = "shed"
+    #: of a request that had not begun, all sequences at once: its deadline has passed
+    DEADLINE = "deadline"
 
 
 class RefusalReason(enum.StrEnum):
@@ -79,6 +85,10 @@ class RefusalReason(enum.StrEnum):
     INVALID = "invalid"
     #: an earlier attempt of the same request is still here
     DUPLICATE = "duplicate"
+    #: too much work that is more urgent is queued
+    SHED = "shed"
+    #: its deadline had passed when it came
+    DEADLINE = "deadline"
 
 
 #: another replica would say the same
@@ -148,7 +158,7 @@ class GenerateRequest(_Message, frozen=True):
     sequences: list[SequenceInput]
     order_key: OrderKey = (0.0, 0, 0.0)
     cache_salt: str = ""
-    #: seconds since the epoch, or None
+    #: seconds since the epoch, or None: when the request must have begun. What began in time is brought to its end.
     deadline_s: float | None = None
     #: resumed or moved in: it was accepted before, so no cap applies to any of its sequences
     is_returning: bool = False
@@ -225,8 +235,10 @@ class SequenceOutput(_Message, frozen=True):
     prompt_logprobs: list[TokenLogprobs] = []
     #: with the first token, and with the finish reason
     stages: Stages | None = None
-    #: with `INVALID`: a sentence for the client
+    #: with `INVALID`, `SHED` and `DEADLINE`: a sentence for the client
     message: str = ""
+    #: with its first token at this replica: how `StepOutput.seq_ids` will call it
+    seq_id: int | None = None
 
 
 class KVEvent(_Message, frozen=True):
@@ -276,6 +288,8 @@ class SubmitReply(msgspec.Struct, frozen=True, tag="reply", gc=False):
 class StepOutput(msgspec.Struct, frozen=True, tag="step", gc=False):
     """Replica to router: what one step gave for this router's sequences, plus load and KV events.
 
+    Most sequences get one token and nothing else is to be said: those are in `seq_ids` and `token_ids`, two parallel
+    columns. `outputs` holds the rest, and the first token of each sequence at this replica, which gives its `seq_id`.
     A router without a token in the step gets a coalesced one at most every 50 ms.
     """
 
@@ -283,6 +297,8 @@ class StepOutput(msgspec.Struct, frozen=True, tag="step", gc=False):
     load: ReplicaLoad
     outputs: list[SequenceOutput] = []
     kv_events: list[KVEvent] = []
+    seq_ids: list[int] = []
+    token_ids: list[int] = []
 
 
 class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):

@@ -1,13 +1,15 @@
-"""PURE. Picks the tokens of each step: continuous batching, chunked prefill, preemption by recompute.
+"""PURE. Picks the tokens of each step: continuous batching, chunked prefill, preemption.
 
-One step, in order (vLLM's v1 model with three deliberate changes, marked *):
-1. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt. A chunk
+One step, in order (vLLM's v1 model with deliberate changes, marked *):
+1. Under a policy with classes, whose turn it is may take the place of less urgent running sequences*
+   (`replica/preemption.py`); one such sequence a step.
+2. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt. A chunk
    can so never take the budget from a stream that is already talking.
-2. A running sequence that cannot get a block preempts the running sequence admitted last, which may be itself.
-3. If nothing was preempted: returning sequences, then queued ones, in key order, until one does not fit. Admission
-   reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only while
-   something runs.
-4. A preempted sequence waits as *returning*, before anything fresh and at its old place*.
+3. A running sequence that cannot get a block preempts one, which may be itself.
+4. If nothing was preempted for blocks: waiting sequences in the order of their turn (`replica/step_admission.py`).
+   Admission reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only
+   while something runs.
+5. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
 
 `schedule` and `update` alternate; between them the runner works, and `add` and `abort` may be called at any time.
 """
@@ -15,47 +17,22 @@ One step, in order (vLLM's v1 model with three deliberate changes, marked *):
 from __future__ import annotations
 
 from bisect import bisect_left
-
-import msgspec
+from itertools import chain
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
-from replica.messages import STEP_TOKEN_BOUNDS, FinishReason, TokenLogprobs
+from replica.messages import STEP_TOKEN_BOUNDS, FinishReason
+from replica.order import QueueKey, make_policy
+from replica.preemption import VictimChoice, take_back_by
+from replica.prefill_lanes import PrefillLanes
+from replica.progress import Progress, SchedulerCounters, StepProgress
+from replica.running_set import Decodes, RunningSet
 from replica.sequence import Sequence, Status
 from replica.step import StepPlan, StepResult
+from replica.step_admission import StepAdmission
 from replica.step_budget import StepBudget
+from replica.step_intake import InStep, StepIntake
 from replica.waiting_queue import WaitingQueue
-
-
-class SchedulerCounters(msgspec.Struct):
-    """Totals since the start. `recomputed_tokens` is work done again after preemptions."""
-
-    steps: int = 0
-    scheduled_tokens: int = 0
-    #: by `STEP_TOKEN_BOUNDS`
-    step_token_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
-    prompt_tokens: int = 0
-    #: of `prompt_tokens`, those found in the prefix cache
-    cached_prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-    recomputed_tokens: int = 0
-    admitted: int = 0
-    #: seconds between submit and first schedule, summed over admitted sequences
-    queue_time_s: float = 0.0
-    finished: dict[FinishReason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
-
-
-class Progress(msgspec.Struct, frozen=True):
-    """What a step changed for one sequence: a new token, the end, or both."""
-
-    sequence: Sequence
-    new_token_ids: list[int]
-    finish_reason: FinishReason | None
-    #: one entry a new token, where asked for
-    logprobs: list[TokenLogprobs] = []
-    #: with `INVALID`
-    message: str = ""
 
 
 class Scheduler:
@@ -68,16 +45,21 @@ class Scheduler:
         self._config = config
         self._max_batched = config.max_num_batched_tokens
         self._blocks = blocks
-        self._eos = frozenset(eos_token_ids)
-        self._watermark_blocks = int(config.watermark * blocks.num_blocks)
+        self.policy = make_policy(config)
         self.queued = WaitingQueue()
         self.returning = WaitingQueue()
-        #: seq_id -> a waiting sequence that may not run yet, because its grammar is being compiled
-        self.blocked: dict[int, Sequence] = {}
-        self.running: list[Sequence] = []
-        self._dropped: list[int] = []
-        self._in_step: list[Sequence] = []
+        #: waiting sequences that may not run yet, because their grammar is being compiled
+        self.blocked = WaitingQueue()
+        self.running = RunningSet(blocks.block_size, blocks.is_caching)
         self.counters = SchedulerCounters()
+        self._victims = VictimChoice(config, self.policy, blocks)
+        self._take_back = take_back_by(config.preemption_mode, blocks)
+        self._admission = StepAdmission(
+            config, self.policy, blocks, self.returning, self.queued, self.running, self.counters
+        )
+        self._dropped: list[int] = []
+        self._in_step: InStep | None = None
+        self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +68,7 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Accepted and never scheduled: what the cap bounds."""
-        return len(self.queued) + sum(s.status is Status.QUEUED for s in self.blocked.values())
+        return len(self.queued) + self.blocked.num_fresh
 
     @property
     def has_news_for_runner(self) -> bool:
@@ -95,14 +77,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence, is_blocked: bool = False) -> None:
         """Take a fresh (queued) or resumed (returning) sequence. A blocked one waits for `unblock` first."""
-        if is_blocked:
-            self.blocked[sequence.seq_id] = sequence
-        else:
-            self._queue_of(sequence).push(sequence)
+        sequence.queue_key = self._key(sequence)
+        queue = self.blocked if is_blocked else self._queue_of(sequence)
+        queue.push(sequence)
 
     def unblock(self, sequence: Sequence) -> None:
         """It may run now; its place is the one its order key gives it."""
-        del self.blocked[sequence.seq_id]
+        self.blocked.remove(sequence)
         self._queue_of(sequence).push(sequence)
 
     def abort(self, sequence: Sequence, reason: FinishReason, now: float) -> bool:
@@ -115,6 +96,7 @@ class Scheduler:
             # A drain must not announce as moved what its router gave up, before or after: nobody is left to be told.
             if sequence.abort_reason is not FinishReason.ABORT:
                 sequence.abort_reason = reason
+            self.running.settle(sequence)
             return False
         self._finish(sequence, reason, now)
         return True
@@ -122,78 +104,51 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute and nothing to tell the runner."""
         assert not self._in_step, "update() the last step first"
-        budget = StepBudget(self._max_batched, self._config.long_prefill_token_threshold)
+        budget = StepBudget(self._max_batched, self._lanes())
+        self._displace()
         num_preemptions = self.counters.preemptions
-        self._schedule_running(budget)
+        decodes = self._schedule_running(budget)
         if self.counters.preemptions == num_preemptions:
-            self._admit(self.returning, budget, now)
-            if not self.returning:
-                self._admit(self.queued, budget, now)
-        if not budget.sequences and not self._dropped:
+            self._admission.admit(budget, now)
+        members = InStep(decodes, budget.chunks)
+        if not members and not self._dropped:
             return None
         plan = budget.plan(self.counters.steps, self._dropped)
         self._dropped = []
-        self._in_step = budget.sequences
+        self._in_step = members
+        self.running.in_step[members.rows] = True
         self.counters.steps += 1
-        if plan.num_tokens:
-            self.counters.scheduled_tokens += plan.num_tokens
-            self.counters.step_token_counts[bisect_left(STEP_TOKEN_BOUNDS, plan.num_tokens)] += 1
+        if num_tokens := plan.num_tokens:
+            self.counters.scheduled_tokens += num_tokens
+            self.counters.step_token_counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
         return plan
 
-    def update(self, plan: StepPlan, result: StepResult, now: float) -> list[Progress]:
-        """Take in what the runner computed for `plan`. Returns one `Progress` per sequence that got a token or
-        ended.
-        """
-        progress: list[Progress] = []
-        sampled = dict(zip(result.seq_ids, result.token_ids, strict=True))
-        for sequence, num_tokens in zip(self._in_step, plan.num_scheduled, strict=True):
-            sequence.in_step = False
-            rework = (
-                min(sequence.num_tokens_at_preemption, sequence.num_computed_tokens + num_tokens)
-                - sequence.num_computed_tokens
-            )
-            if rework > 0:
-                self.counters.recomputed_tokens += rework
-            sequence.num_computed_tokens += num_tokens
-            if sequence.abort_reason is not None:
-                self._blocks.commit(sequence)
-                self._finish(sequence, sequence.abort_reason, now)
-                progress.append(Progress(sequence, [], sequence.abort_reason))
-                continue
-            self._take_prompt_logprobs(sequence, result, num_tokens)
-            if message := result.failed.get(sequence.seq_id):
-                progress.append(self.invalidate(sequence, message, now))
-                continue
-            token_id = sampled.get(sequence.seq_id)
-            if token_id is None:
-                self._blocks.commit(sequence)
-                continue
-            progress.append(self._append(sequence, token_id, result.logprobs.get(sequence.seq_id), now))
-        self._in_step = []
-        return progress
+    def update(self, plan: StepPlan, result: StepResult, now: float) -> StepProgress:
+        """Take in what the runner computed for `plan`: who got a token or ended."""
+        members, self._in_step = self._in_step, None
+        assert members is not None, "schedule() a step first"
+        return self._intake.take(members, plan, result, now)
 
     def fail_step(self, now: float) -> list[Progress]:
         """The runner raised: end every sequence of the step with ERROR. Their KV is not trusted, so nothing of it is
         registered.
         """
+        members, self._in_step = self._in_step, None
         progress = []
-        for sequence in self._in_step:
-            sequence.in_step = False
+        for row in [] if members is None else members.rows.tolist():
+            sequence = self.running.owner(row)
             reason = sequence.abort_reason or FinishReason.ERROR
             self._finish(sequence, reason, now)
             progress.append(Progress(sequence, [], reason))
-        self._in_step = []
         return progress
 
     def living(self) -> list[Sequence]:
         """Every unfinished sequence, each exactly once."""
-        return [*self.running, *self.returning, *self.queued, *self.blocked.values()]
+        return [*self.running, *self.returning, *self.queued, *self.blocked]
 
     def invalidate(self, sequence: Sequence, message: str, now: float) -> Progress:
         """End a sequence that cannot go on as it was asked for, here or elsewhere; `message` is for the client."""
-        self._blocks.commit(sequence)
-        self._finish(sequence, FinishReason.INVALID, now)
-        return Progress(sequence, [], FinishReason.INVALID, message=message)
+        return self._intake.invalidate(sequence, message, now)
 
     def validate(self) -> None:
         """Check queues against states. Raises AssertionError."""
@@ -204,7 +159,7 @@ class Scheduler:
             (self.running, {Status.RUNNING}),
             (self.returning, {Status.RETURNING}),
             (self.queued, {Status.QUEUED}),
-            (list(self.blocked.values()), {Status.QUEUED, Status.RETURNING}),
+            (self.blocked, {Status.QUEUED, Status.RETURNING}),
         ):
             for sequence in queue:
                 assert sequence.status in status, f"{sequence} is in the wrong queue"
@@ -212,113 +167,110 @@ class Scheduler:
                 assert bool(sequence.block_ids) == (sequence.status is Status.RUNNING), (
                     f"{sequence} holds blocks in the wrong state"
                 )
+        for waiting in (self.returning, self.queued, self.blocked):
+            waiting.validate()
+        self.running.validate()
+        assert all(s.known_to_runner for s in self.running), "the runner does not know somebody who runs"
+        members = [] if self._in_step is None else self._in_step.rows.tolist()
+        assert {s.row for s in self.running if s.in_step} == set(members), "who is in the step is not clear"
         self._blocks.validate(everyone)
 
-    def _schedule_running(self, budget: StepBudget) -> None:
-        prefills: list[Sequence] = []
-        # a copy, because preemption shortens the list from its end while we walk it: no victim is planned yet
-        for sequence in self.running.copy():
-            if sequence.status is not Status.RUNNING:
-                break
-            if len(sequence.token_ids) - sequence.num_computed_tokens > 1:
-                prefills.append(sequence)
-            elif budget.tokens_left:
-                new_blocks = self._grow(sequence)
-                if new_blocks is None:
-                    break
-                budget.spend(sequence, 1, new_blocks)
+    def _schedule_running(self, budget: StepBudget) -> Decodes:
+        everyone, prefills = self.running.split()
+        decodes = everyone.first(budget.tokens_left)
+        num_preemptions = self.counters.preemptions
+        new_blocks = self._grow(decodes)
+        if self.counters.preemptions != num_preemptions:
+            decodes = self.running.still(decodes)
+        if decodes:
+            budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist(), new_blocks)
+        if budget.lanes.has_long_lane and self._has_short_prompt(prefills):
+            budget.lanes.share(budget.tokens_left)
         for sequence in prefills:
-            if sequence.status is Status.RUNNING and budget.tokens_left:
-                budget.spend(sequence, budget.chunk(sequence.num_uncomputed_tokens), [])
+            if sequence.status is Status.RUNNING:
+                budget.spend_prompt(sequence)
+        return decodes
 
-    def _grow(self, sequence: Sequence) -> list[int] | None:
-        """Blocks for one more token, preempting from the end of `running`. None: `sequence` itself had to go."""
-        while (new_blocks := self._blocks.grow(sequence, sequence.num_tokens)) is None:
-            victim = self.running[-1]
-            self._preempt(victim)
-            if victim is sequence:
-                return None
+    def _lanes(self) -> PrefillLanes:
+        config = self._config
+        if not config.enable_chunked_prefill:
+            return PrefillLanes(config.long_prefill_token_threshold)
+        return PrefillLanes(
+            config.long_prefill_token_threshold, config.max_partial_prefills, config.max_long_partial_prefills
+        )
+
+    def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
+        """Some prompt that is not long wants tokens; waiting ones are judged by their length."""
+        threshold = self._config.long_prefill_token_threshold
+        return any(s.num_uncomputed_tokens <= threshold for s in prefills) or any(
+            s.num_tokens <= threshold for s in chain(self.returning, self.queued)
+        )
+
+    def _displace(self) -> None:
+        """Whose turn it is may take the place of less urgent ones that run."""
+        if not self.policy.has_classes or not self.running or (urgent := self._admission.first()) is None:
+            return
+        victims = self._victims.for_urgent(urgent, self.running, self._config.max_num_seqs, self._admission.keep_free)
+        if victims and self._has_lane(urgent, victims):
+            for victim in victims:
+                self._preempt(victim)
+            self.counters.displaced += len(victims)
+
+    def _has_lane(self, urgent: Sequence, leaving: list[Sequence]) -> bool:
+        """Without one nobody need leave: `urgent` could not begin."""
+        lanes = self._lanes()
+        if not lanes.is_open:
+            for sequence in self.running.split()[1]:
+                if sequence not in leaving:
+                    lanes.enter(sequence.num_uncomputed_tokens, 0)
+        num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
+        return lanes.is_open or lanes.has_place(num_uncached, self._max_batched)
+
+    def _grow(self, decodes: Decodes) -> dict[int, list[int]]:
+        """Blocks for one token more, for those who need one: one decode in `block_size`. Returns what each got."""
+        new_blocks: dict[int, list[int]] = {}
+        for row in self.running.without_room(decodes):
+            if not self.running.is_owned(row):
+                continue  # preempted for one of the earlier ones
+            sequence = self.running.owner(row)
+            while (grown := self._blocks.grow(sequence, sequence.num_tokens)) is None:
+                victim = self._victims.for_blocks(sequence, self.running)
+                new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            else:
+                self.running.cover(sequence)
+                new_blocks[sequence.seq_id] = grown
         return new_blocks
 
     def _preempt(self, victim: Sequence) -> None:
         assert not victim.in_step, f"{victim} is already part of the step"
         self.running.remove(victim)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
-        self._release(victim)
+        self._take_back(victim)
+        self._forget_at_runner(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
         victim.status = Status.RETURNING
+        victim.queue_key = self._key(victim)
         self.returning.push(victim)
 
-    def _admit(self, waiting: WaitingQueue, budget: StepBudget, now: float) -> None:
-        while budget.tokens_left and len(self.running) < self._config.max_num_seqs:
-            sequence = waiting.peek()
-            if sequence is None or not self._fits_budget(sequence, budget):
-                return
-            keep_free = self._watermark_blocks if self.running else 0
-            if not self._blocks.admit(sequence, keep_free=keep_free):
-                return
-            waiting.pop()
-            sequence.status = Status.RUNNING
-            self.running.append(sequence)
-            if sequence.first_scheduled_at is None:
-                sequence.first_scheduled_at = now
-                self.counters.admitted += 1
-                self.counters.queue_time_s += now - sequence.submitted_at
-                self.counters.prompt_tokens += sequence.num_prompt_tokens
-                self.counters.cached_prompt_tokens += sequence.num_cached_tokens
-            if not self._config.enable_chunked_prefill:
-                budget.allow_whole(sequence.num_uncomputed_tokens)
-            budget.spend(sequence, budget.chunk(sequence.num_uncomputed_tokens), [])
-
-    def _fits_budget(self, sequence: Sequence, budget: StepBudget) -> bool:
-        """Always, with chunks. Without them a prompt wants a budget that covers it, but the first one of a step gets
-        its way: else a prompt longer than the budget, or one beside many decodes, would wait for ever."""
-        if self._config.enable_chunked_prefill or not budget.has_prefill:
-            return True
-        hits = len(self._blocks.find_prefix(sequence)) * self._blocks.block_size
-        return sequence.num_tokens - hits <= budget.tokens_left
-
-    def _take_prompt_logprobs(self, sequence: Sequence, result: StepResult, num_tokens: int) -> None:
-        """The first entry belongs to the position behind the step's first token; after a preemption some are known."""
-        given = result.prompt_logprobs.get(sequence.seq_id)
-        if given is not None and sequence.lacks_prompt_logprobs:
-            first = sequence.num_computed_tokens - num_tokens
-            sequence.prompt_logprobs += given[len(sequence.prompt_logprobs) - first :]
-
-    def _append(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float) -> Progress:
-        sequence.token_ids.append(token_id)
-        self._blocks.commit(sequence)
-        self.counters.generation_tokens += 1
-        if sequence.first_token_at is None:
-            sequence.first_token_at = now
-        reason = self._stop_check(sequence, token_id)
-        if reason is not None:
-            self._finish(sequence, reason, now)
-        return Progress(sequence, [token_id], reason, [] if logprobs is None else [logprobs])
-
-    def _stop_check(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        """Order as in vLLM: eos, stop token ids, length. `min_tokens` is kept by the sampler, which masks stop tokens
-        until then.
-        """
-        sampling = sequence.sampling
-        if token_id in self._eos and (not sampling.ignore_eos or sampling.grammar):
-            return FinishReason.STOP  # behind a complete grammar there is nothing but eos, whatever was asked for
-        if token_id in sampling.stop_token_ids:
-            sequence.stop_reason = token_id
-            return FinishReason.STOP
-        if sequence.num_tokens >= sequence.max_total_tokens:
-            return FinishReason.LENGTH
-        return None
+    def _key(self, sequence: Sequence) -> QueueKey:
+        work = 0
+        if self.policy.needs_work:
+            work = sequence.max_total_tokens - self._blocks.num_hit_tokens(sequence)
+        return self.policy.key(sequence.order_key, work, sequence.seq_id)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
-        elif sequence.seq_id in self.blocked:
-            del self.blocked[sequence.seq_id]
+        elif self.blocked.holds(sequence):
+            self.blocked.remove(sequence)
         else:
             self._queue_of(sequence).remove(sequence)
-        self._release(sequence)
+        self._blocks.free(sequence)
+        self._forget_at_runner(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = now
@@ -327,8 +279,7 @@ class Scheduler:
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
         return self.queued if sequence.status is Status.QUEUED else self.returning
 
-    def _release(self, sequence: Sequence) -> None:
-        self._blocks.free(sequence)
+    def _forget_at_runner(self, sequence: Sequence) -> None:
         if sequence.known_to_runner:
             sequence.known_to_runner = False
             self._dropped.append(sequence.seq_id)

@@ -6,11 +6,15 @@ There is no prefill state and no decode state: `num_computed_tokens` catches up 
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from replica.block_hash import chain_hashes
 from replica.messages import FinishReason, OrderKey, RequestId, RouterId, SamplingParams, TokenLogprobs
+
+if TYPE_CHECKING:
+    from replica.running_set import RunningSet
 
 
 class Status(enum.Enum):
@@ -26,9 +30,12 @@ class Sequence:
     """Plain state. Only the scheduler and the block manager change it.
 
     `block_ids` is the block table; `block_hashes` covers the leading full blocks of `token_ids` and grows with them.
+    While it runs, what changes with every step is kept in its row of the running set.
     """
 
     __slots__ = (
+        "_num_computed",
+        "_running",
         "abort_reason",
         "block_hashes",
         "block_ids",
@@ -36,21 +43,22 @@ class Sequence:
         "finished_at",
         "first_scheduled_at",
         "first_token_at",
-        "in_step",
         "index",
         "known_to_runner",
         "max_total_tokens",
         "num_blocks_committed",
         "num_cached_tokens",
-        "num_computed_tokens",
+        "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens_at_preemption",
         "order_key",
         "prompt_logprobs",
+        "queue_key",
         "request_id",
         "root",
         "router_id",
+        "row",
         "sampling",
         "seq_id",
         "status",
@@ -82,16 +90,23 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling = sampling
         self.order_key = order_key
+        #: its place among those that wait; the scheduler sets it by policy (`replica/order.py`)
+        self.queue_key = (order_key[0], order_key[2], order_key[2], seq_id)
         self.root = root
         #: prompt + output may not exceed this (context, KV pool and max_tokens, whichever is least)
         self.max_total_tokens = max_total_tokens
         self.status = Status.RETURNING if is_returning else Status.QUEUED
-        self.num_computed_tokens = 0
+        self._num_computed = 0
+        self._running: RunningSet | None = None
+        #: in the running set; -1 while it does not run
+        self.row = -1
         #: of the prompt, tokens found in the prefix cache at first admission
         self.num_cached_tokens = 0
         #: known tokens when last preempted: up to here, computing again is rework
         self.num_tokens_at_preemption = 0
         self.num_preemptions = 0
+        #: how many were admitted past it while it did not fit
+        self.num_passes = 0
         #: of prompt positions 1, 2, ... as far as computed; until the first output takes them along
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_ids: list[int] = []
@@ -99,8 +114,6 @@ class Sequence:
         #: leading blocks whose hash is registered (or found) in the prefix cache
         self.num_blocks_committed = 0
         self.known_to_runner = False
-        #: part of the step that the runner works on right now; its blocks may not be freed
-        self.in_step = False
         self.abort_reason: FinishReason | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
@@ -108,6 +121,23 @@ class Sequence:
         self.first_scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is in the cache for this sequence."""
+        return self._num_computed if self._running is None else int(self._running.num_computed[self.row])
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, count: int) -> None:
+        if self._running is None:
+            self._num_computed = count
+        else:
+            self._running.num_computed[self.row] = count
+
+    @property
+    def in_step(self) -> bool:
+        """Part of the step that the runner works on right now; its blocks may not be freed."""
+        return self._running is not None and bool(self._running.in_step[self.row])
 
     @property
     def num_tokens(self) -> int:
@@ -123,9 +153,30 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def standing(self) -> tuple[int, tuple[float, float, float, int]]:
+        """How urgent it is: a `replica.order.Standing`."""
+        return (self.order_key[1], self.queue_key)
+
+    @property
     def lacks_prompt_logprobs(self) -> bool:
         """Logits of its prompt are still wanted, so the prompt must be computed: the cache keeps no logits."""
         return self.sampling.num_prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def append(self, token_id: int) -> None:
+        """One more known token."""
+        self.token_ids.append(token_id)
+        if self._running is not None:
+            self._running.num_tokens[self.row] += 1
+
+    def enter(self, running: RunningSet, row: int) -> None:
+        """`row` of `running` is its own now. For the running set only."""
+        self._running, self.row = running, row
+
+    def leave(self) -> int:
+        """Take the counts along; gives back the row. For the running set only."""
+        row, self._num_computed = self.row, self.num_computed_tokens
+        self._running, self.row = None, -1
+        return row
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs]:
         """Give them out, once."""
@@ -136,10 +187,12 @@ class Sequence:
 
     def extend_hashes(self, block_size: int) -> None:
         """Bring `block_hashes` up to the full blocks of `token_ids`; each block is hashed once in a sequence's life."""
-        done = len(self.block_hashes)
-        if len(self.token_ids) // block_size > done:
+        done, num_full = len(self.block_hashes), len(self.token_ids) // block_size
+        if num_full > done:
             parent = self.block_hashes[-1] if done else self.root
-            self.block_hashes += chain_hashes(parent, self.token_ids[done * block_size :], block_size)
+            self.block_hashes += chain_hashes(
+                parent, self.token_ids[done * block_size : num_full * block_size], block_size
+            )
 
     def __repr__(self) -> str:
         return (

@@ -2,57 +2,66 @@
 
 from __future__ import annotations
 
+from replica.prefill_lanes import PrefillLanes
 from replica.sequence import Sequence
 from replica.step import NewSequence, StepPlan
 
 
 class StepBudget:
-    """Tokens left in a step, and the plan so far. Knows the caps on a chunk; decides nothing about order."""
+    """Tokens left in a step, and the plan so far. Decides nothing about order."""
 
     __slots__ = (
-        "_long_prefill",
         "_new",
         "_new_blocks",
         "_num_computed",
         "_num_scheduled",
         "_seq_ids",
+        "chunks",
         "has_prefill",
-        "sequences",
+        "lanes",
         "tokens_left",
     )
 
-    def __init__(self, max_tokens: int, long_prefill_token_threshold: int) -> None:
+    def __init__(self, max_tokens: int, lanes: PrefillLanes) -> None:
         self.tokens_left = max_tokens
-        self._long_prefill = long_prefill_token_threshold
+        self.lanes = lanes
         #: a chunk of a prompt is already in the plan
         self.has_prefill = False
-        self.sequences: list[Sequence] = []
+        #: sequences that were given tokens of their prompt, in plan order; they come after the decodes
+        self.chunks: list[Sequence] = []
         self._seq_ids: list[int] = []
         self._num_computed: list[int] = []
         self._num_scheduled: list[int] = []
         self._new: list[NewSequence] = []
         self._new_blocks: dict[int, list[int]] = {}
 
-    def chunk(self, num_uncomputed: int) -> int:
-        """Tokens this step gives to a sequence that lacks `num_uncomputed`."""
-        if self._long_prefill and num_uncomputed > self._long_prefill:
-            num_uncomputed = self._long_prefill
-        return min(num_uncomputed, self.tokens_left)
-
     def allow_whole(self, num_uncomputed: int) -> None:
         """Chunked prefill is off: the step becomes as long as this prompt needs."""
-        self._long_prefill = 0
+        self.lanes.open_wide()
         self.tokens_left = max(self.tokens_left, num_uncomputed)
 
-    def spend(self, sequence: Sequence, num_tokens: int, new_blocks: list[int]) -> None:
-        """Plan `num_tokens` of `sequence`, whose block table already covers them."""
+    def spend_decodes(self, seq_ids: list[int], num_computed: list[int], new_blocks: dict[int, list[int]]) -> None:
+        """Plan one token of each of these, whose block tables cover it with `new_blocks`. Before any chunk."""
+        assert not self._seq_ids, "decodes come first"
+        self.tokens_left -= len(seq_ids)
+        self._seq_ids = seq_ids.copy()
+        self._num_computed = num_computed
+        self._num_scheduled = [1] * len(seq_ids)
+        self._new_blocks = new_blocks
+
+    def spend_prompt(self, sequence: Sequence) -> None:
+        """Plan the next piece of the prompt of `sequence`, whose block table already covers it. It may get nothing."""
+        num_uncomputed = sequence.num_uncomputed_tokens
+        num_tokens = self.lanes.chunk(num_uncomputed, self.tokens_left)
+        self.lanes.enter(num_uncomputed, num_tokens)
+        if not num_tokens:
+            return
         self.tokens_left -= num_tokens
         self.has_prefill = self.has_prefill or num_tokens > 1
-        self.sequences.append(sequence)
+        self.chunks.append(sequence)
         self._seq_ids.append(sequence.seq_id)
         self._num_computed.append(sequence.num_computed_tokens)
         self._num_scheduled.append(num_tokens)
-        sequence.in_step = True
         if not sequence.known_to_runner:
             sequence.known_to_runner = True
             self._new.append(
@@ -64,8 +73,6 @@ class StepBudget:
                     sampling=sequence.sampling,
                 )
             )
-        elif new_blocks:
-            self._new_blocks[sequence.seq_id] = new_blocks
 
     def plan(self, step: int, dropped: list[int]) -> StepPlan:
         return StepPlan(

@@ -39,6 +39,7 @@ from router.engine_metrics import render_metrics
 from router.live_stream import LiveStream
 from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
+from router.sequence_names import SequenceNames
 
 
 class LiveBackend:
@@ -60,6 +61,7 @@ class LiveBackend:
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
         self._resets = CacheResets(lambda replica_id, message: self._clients[replica_id].send(message))
+        self._names = SequenceNames()
         self._timer: asyncio.TimerHandle | None = None
         self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
         self._closing: set[asyncio.Task[None]] = set()
@@ -183,7 +185,7 @@ class LiveBackend:
         if view is None:
             return
         by_request: dict[RequestId, list[SequenceOutput]] = {}
-        for output in message.outputs:
+        for output in self._names.expand(replica_id, message, self._streams):
             by_request.setdefault(output.request_id, []).append(output)
         for request_id, outputs in by_request.items():
             stream = self._streams.get(request_id)
@@ -215,11 +217,12 @@ class LiveBackend:
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_failed(request_id, now)])
         elif stream.is_finished:
             self.dispatcher.finish(request_id)
-            del self._streams[request_id]
+            self._forget(request_id)
         elif FinishReason.MOVED in ends:
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_moved(request_id, now)])
 
     def _on_broken(self, replica_id: ReplicaId) -> None:
+        self._names.forget_replica(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._clock()))
         if replica_id not in self._known:
             self._drop_client(replica_id)
@@ -241,11 +244,15 @@ class LiveBackend:
         stream = self._streams.get(request_id)
         if stream is not None and stream.is_finished:
             self.dispatcher.finish(request_id)
-            del self._streams[request_id]
+            self._forget(request_id)
 
     def _abort(self, request_id: RequestId) -> None:
-        if self._streams.pop(request_id, None) is not None:
+        if self._forget(request_id) is not None:
             self._carry_out(self.dispatcher.abort(request_id))
+
+    def _forget(self, request_id: RequestId) -> LiveStream | None:
+        self._names.forget(request_id)
+        return self._streams.pop(request_id, None)
 
     # ---- orders ----
 
@@ -265,7 +272,7 @@ class LiveBackend:
         self._set_timer()
 
     def _end(self, request_id: RequestId, error: ShoalError) -> None:
-        stream = self._streams.pop(request_id, None)
+        stream = self._forget(request_id)
         if stream is not None:
             stream.fail(error)
 

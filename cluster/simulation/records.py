@@ -19,6 +19,10 @@ class SimRequest(msgspec.Struct, frozen=True):
     temperature: float = 0.0
     abort_at_s: float | None = None
     router: int = 0
+    #: smaller is more urgent
+    priority: int = 0
+    #: when it must have begun
+    deadline_s: float | None = None
 
 
 class SimRecord(msgspec.Struct):

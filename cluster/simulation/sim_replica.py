@@ -8,10 +8,11 @@ from collections.abc import Callable
 
 from cluster.simulation.event_queue import EventQueue, Rank
 from replica.config import EngineConfig
-from replica.engine_core import EngineCore, RouterOutputs
+from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner
-from replica.messages import Abort, DownMessage, ReplicaId, RouterId, SequenceOutput, StepOutput, Submit, UpMessage
+from replica.messages import Abort, DownMessage, ReplicaId, RouterId, Submit, UpMessage
 from replica.report_schedule import ReportSchedule
+from replica.router_output import RouterOutput, RouterOutputs
 from replica.step import StepPlan, StepResult
 
 SendUp = Callable[[ReplicaId, RouterId, UpMessage], None]
@@ -33,11 +34,12 @@ class SimReplica:
         self._routers: list[RouterId] = []
         self._is_busy = False
         self._outputs: RouterOutputs = {}
+        self._deadline_at: float | None = None
 
     def connect(self, router_id: RouterId) -> None:
         """A router opened its stream."""
         self._routers.append(router_id)
-        self._report(router_id, [])
+        self._report(router_id, RouterOutput())
 
     def receive(self, router_id: RouterId, message: DownMessage) -> None:
         """One message of a router."""
@@ -50,6 +52,7 @@ class SimReplica:
                 if reply.refusal is not None:
                     self._reports.refused(router_id)
                 self._send(self.replica_id, router_id, reply)
+                self._publish_ended()
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(router_id, request_id, now, indices)
         self._start_soon()
@@ -57,7 +60,7 @@ class SimReplica:
     def heartbeat(self) -> None:
         """What a living replica tells every router once a second."""
         for router_id in self._routers:
-            self._report(router_id, [])
+            self._report(router_id, RouterOutput())
 
     def die(self) -> None:
         """As by `kill -9`: nothing is sent any more."""
@@ -72,6 +75,7 @@ class SimReplica:
         if not self.is_alive:
             return
         plan = self.core.schedule(self._events.now)
+        self._publish_ended()
         self._publish()
         if plan is None:
             self._is_busy = False
@@ -85,12 +89,27 @@ class SimReplica:
         self._outputs = self.core.update(plan, result, self._events.now)
         self._events.after(0.0, Rank.STEP_START, self._start_step)
 
+    def _publish_ended(self) -> None:
+        """Also in the middle of a step: come back when the next deadline passes."""
+        for router_id, output in self.core.take_ended().items():
+            self._report(router_id, output)
+        deadline = self.core.next_deadline
+        if deadline is not None and (self._deadline_at is None or deadline < self._deadline_at):
+            self._deadline_at = max(deadline, self._events.now)
+            self._events.at(self._deadline_at, Rank.TIMER, self._end_overdue)
+
+    def _end_overdue(self) -> None:
+        self._deadline_at = None
+        if self.is_alive:
+            self.core.end_overdue(self._events.now)
+            self._publish_ended()
+
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, {}
         for router_id in self._reports.due(self._events.now, outputs):
-            self._report(router_id, outputs.get(router_id, []))
+            self._report(router_id, outputs.get(router_id, RouterOutput()))
 
-    def _report(self, router_id: RouterId, outputs: list[SequenceOutput]) -> None:
+    def _report(self, router_id: RouterId, output: RouterOutput) -> None:
         now = self._events.now
-        self._send(self.replica_id, router_id, StepOutput(self.replica_id, self.core.load(now), outputs))
+        self._send(self.replica_id, router_id, output.to_message(self.replica_id, self.core.load(now)))
         self._reports.sent(router_id, now)

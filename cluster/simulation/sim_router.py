@@ -24,6 +24,7 @@ from replica.messages import (
 )
 from router.dispatcher import Dispatch, Dispatcher, Fail, Instruction, Refuse, SendAbort
 from router.replica_view import ReplicaView
+from router.sequence_names import SequenceNames
 
 SendDown = Callable[[RouterId, ReplicaId, DownMessage], None]
 
@@ -37,6 +38,7 @@ class SimRouter:
         self._events = events
         self._send = send
         self._records: dict[RequestId, SimRecord] = {}
+        self._names = SequenceNames()
         self._timer_at: float | None = None
 
     def add_replica(self, replica_id: ReplicaId) -> None:
@@ -69,7 +71,7 @@ class SimRouter:
                     self.dispatcher.on_reply(message.request_id, message.epoch, message.refusal, message.message, now)
                 )
             case StepOutput():
-                for output in message.outputs:
+                for output in self._names.expand(replica_id, message, self._records):
                     if self.dispatcher.is_working_on(output.request_id, replica_id):
                         self._token(output)
                 self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
@@ -78,6 +80,7 @@ class SimRouter:
 
     def replica_lost(self, replica_id: ReplicaId) -> None:
         """The stream broke."""
+        self._names.forget_replica(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._events.now))
 
     def _token(self, output: SequenceOutput) -> None:
@@ -129,10 +132,16 @@ class SimRouter:
             max_tokens=request.max_tokens, temperature=request.temperature, seed=request.seed, ignore_eos=True
         )
         sequence = SequenceInput(0, request.prompt_token_ids, sampling, record.token_ids.copy())
-        order_key = (0.0, 0, request.arrival_s)
-        return GenerateRequest(request_id, [sequence], order_key=order_key, is_returning=is_returning)
+        return GenerateRequest(
+            request_id,
+            [sequence],
+            order_key=(0.0, request.priority, request.arrival_s),
+            deadline_s=request.deadline_s,
+            is_returning=is_returning,
+        )
 
     def _end(self, request_id: RequestId) -> SimRecord | None:
+        self._names.forget(request_id)
         record = self._records.pop(request_id, None)
         if record is not None:
             record.num_ends += 1

@@ -91,7 +91,7 @@ def test_b03_a_client_leaves_four_samples() -> None:
         core = api.replicas[0].engine.core
         for _ in range(50):
             with open_stream(api, body(1000, n=4), 1):
-                assert api.peek(lambda: sum(map(len, core._requests.values()))) == 4
+                assert api.peek(lambda: sum(len(core._requests.of(key)) for key in core._requests)) == 4
             api.until(lambda: not is_running(api))
             assert api.peek(lambda: (len(core._requests), len(api.backend._streams))) == (0, 0)
         api.check_idle()

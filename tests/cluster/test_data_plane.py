@@ -36,7 +36,7 @@ def at_baseline(under_test: ClusterUnderTest) -> bool:
         replica.engine.core.num_unfinished == 0
         and replica.engine.core.blocks.num_free == replica.engine.core.blocks.num_blocks
         for replica in under_test.replicas
-    ) and all(router.load() == 0 and not router._streams for router in under_test.routers)
+    ) and all(router.load() == 0 and not router._streams and not len(router._names) for router in under_test.routers)
 
 
 async def test_many_requests_over_two_replicas_and_two_routers_give_the_reference_tokens() -> None:

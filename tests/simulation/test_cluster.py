@@ -36,6 +36,7 @@ def assert_clean(cluster: SimCluster, records: list[SimRecord]) -> None:
         assert replica.runner.num_known == 0
     for router in cluster.routers.values():
         assert router.dispatcher.num_requests == 0
+        assert len(router._names) == 0, "a request that is over has a name"
 
 
 @pytest.mark.parametrize("num_routers", [1, 3])

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import chain
+import msgspec
+import pytest
 
-from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
-from replica.engine_core import EngineCore
-from replica.fake_runner import FakeModelRunner, expected_output
+from replica.block_hash import chain_hashes
+from replica.fake_runner import expected_output
 from replica.messages import (
     FinishReason,
     GenerateRequest,
@@ -16,79 +16,7 @@ from replica.messages import (
     SamplingParams,
     SequenceInput,
 )
-from replica.step import StepPlan
-
-ROUTER = RouterId("r")
-VOCAB = 1000
-
-
-class Harness:
-    """A core and a runner; `step()` is schedule, execute, update."""
-
-    def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, caching: bool = True, cap: int = 64, **scheduler: object
-    ) -> None:
-        self.runner = FakeModelRunner(
-            num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, eos_token_ids=(7,)
-        )
-        settings = {"max_num_batched_tokens": 32, "watermark": 0.0, **scheduler}
-        config = EngineConfig(
-            scheduler=SchedulerConfig.model_validate(settings),
-            admission=AdmissionConfig(max_queued_requests=cap),
-            cache=CacheConfig(enable_prefix_caching=caching),
-        )
-        self.core = EngineCore(config, self.runner.info)
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, FinishReason] = {}
-        self.now = 0.0
-
-    def submit(
-        self, name: str, prompt: list[int], max_tokens: int = 8, *, arrival: float | None = None, **sampling: object
-    ) -> RefusalReason | None:
-        params = {"temperature": 0.0, "ignore_eos": True, **sampling}
-        request = GenerateRequest(
-            RequestId(name),
-            [SequenceInput(0, prompt, SamplingParams(max_tokens, **params))],  # type: ignore[arg-type]
-            order_key=(0.0, 0, self.now if arrival is None else arrival),
-        )
-        return self.core.submit(ROUTER, request, 0, self.now).refusal
-
-    def plan(self) -> StepPlan | None:
-        plan = self.core.schedule(self.now)
-        self.core.validate()
-        return plan
-
-    def finish(self, plan: StepPlan) -> None:
-        result = self.runner.execute(plan)
-        self.now += 1.0
-        for output in chain.from_iterable(self.core.update(plan, result, self.now).values()):
-            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if output.finish_reason is not None:
-                self.ends[output.request_id] = output.finish_reason
-        self.core.validate()
-
-    def step(self) -> dict[str, int]:
-        """One whole step; returns tokens scheduled by request."""
-        plan = self.plan()
-        assert plan is not None
-        names = {s.seq_id: str(s.request_id) for s in self.core.scheduler.running}
-        self.finish(plan)
-        return {names[seq_id]: count for seq_id, count in zip(plan.seq_ids, plan.num_scheduled, strict=True)}
-
-    def run(self, limit: int = 1000) -> int:
-        for number in range(limit):
-            plan = self.plan()
-            if plan is None:
-                return number
-            self.finish(plan)
-        raise AssertionError(f"not done after {limit} steps")
-
-    def names(self, queue: object) -> list[str]:
-        return [str(s.request_id) for s in queue]  # type: ignore[attr-defined]
-
-
-def reference(prompt: list[int], num_tokens: int) -> list[int]:
-    return expected_output(prompt, num_tokens, vocab_size=VOCAB, eos=frozenset({7}))
+from tests.unit.engine_harness import ROUTER, VOCAB, Harness, reference
 
 
 def test_decodes_come_before_chunks_whatever_was_admitted_first() -> None:
@@ -149,8 +77,8 @@ def test_an_aborted_prefill_leaves_only_what_was_computed() -> None:
 
 
 def test_preempted_sequences_come_back_before_anything_fresh_and_in_their_order() -> None:
-    """Cases C-06 and C-07."""
-    h = Harness(num_blocks=10, max_num_seqs=3)
+    """Cases C-06 and C-07, strictly in line."""
+    h = Harness(num_blocks=10, max_num_seqs=3, admission_look_past=0)
     for name in ("x", "y"):
         h.submit(name, [ord(name)] * 12, 24)
     h.step()
@@ -247,15 +175,21 @@ def test_ends_by_eos_stop_token_and_length() -> None:
     assert h.ends == {"stop-token": FinishReason.STOP, "length": FinishReason.LENGTH}
 
 
-def test_eos_ends_unless_ignored() -> None:
-    prompts = ([i, i + 1] for i in range(2000))
-    prompt = next(p for p in prompts if 7 in expected_output(p, 20, vocab_size=VOCAB)[1:])
+def first_eos(prompt: list[int], num_tokens: int) -> int | None:
+    output = expected_output(prompt, num_tokens, vocab_size=VOCAB)
+    return output.index(7) if 7 in output else None
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_eos_ends_unless_ignored(at: int) -> None:
+    """Wherever it comes, at a block border (of 4) or not."""
+    prompts = ([i % VOCAB, i // VOCAB] for i in range(100 * VOCAB))
+    prompt = next(p for p in prompts if first_eos(p, at + 1) == at)
     h = Harness()
     h.submit("ends", prompt, 20, ignore_eos=False)
     h.submit("goes on", prompt, 20, ignore_eos=True)
     h.run()
-    stream = expected_output(prompt, 20, vocab_size=VOCAB)
-    assert h.tokens["ends"] == stream[: stream.index(7) + 1]
+    assert h.tokens["ends"] == expected_output(prompt, at + 1, vocab_size=VOCAB)
     assert h.ends["ends"] is FinishReason.STOP
     assert h.tokens["goes on"] == reference(prompt, 20)
 
@@ -279,7 +213,7 @@ def test_drain_refuses_and_hands_everything_over_once() -> None:
     assert plan is not None
     h.core.stop_admission()
     assert h.submit("late", [1]) is RefusalReason.DRAINING
-    moved = [o.request_id for o in chain.from_iterable(h.core.hand_over(h.now).values())]
+    moved = [o.request_id for o in h.told(h.core.hand_over(h.now))]
     assert moved == ["q2", "q3"], "those in the runner's hands leave with the end of the step"
     h.finish(plan)
     assert h.ends == {"q0": FinishReason.MOVED, "q1": FinishReason.MOVED}
@@ -321,8 +255,8 @@ def test_a_grammar_that_could_not_be_compiled_for_other_reasons_sends_its_sequen
     h.submit("b", [1, 2, 3], grammar="g")
     h.core.abort(ROUTER, RequestId("b"), h.now)
     assert h.core.take_wanted_grammars() == ["g"]
-    (outputs,) = h.core.grammar_failed("g", h.now).values()
-    assert [(o.request_id, o.finish_reason) for o in outputs] == [("a", FinishReason.ERROR)]
+    (output,) = h.core.grammar_failed("g", h.now).values()
+    assert [(o.request_id, o.finish_reason) for o in output.outputs] == [("a", FinishReason.ERROR)]
     assert h.core.num_unfinished == 0
     h.submit("c", [1, 2, 3], grammar="g")
     assert h.core.take_wanted_grammars() == ["g"], "what failed once is tried again"
@@ -339,3 +273,113 @@ def test_ids_that_the_runner_does_not_have_are_refused_and_stop_nobodys_step() -
         reply = h.core.submit(ROUTER, request, 0, h.now)
         assert reply.refusal is not None
         assert name in reply.message
+
+
+def test_tokens_with_nothing_more_to_say_travel_in_columns() -> None:
+    """The first one and the last one are records; so is every one of a sequence that wants logprobs."""
+    h = Harness()
+    prompt = [3, 1, 4]
+    h.submit("plain", prompt, 4)
+    h.submit("tells", prompt, 4, num_logprobs=1)
+    seen = []
+    while (plan := h.plan()) is not None and plan.seq_ids:
+        seq_ids = {str(s.request_id): s.seq_id for s in h.core.scheduler.running}
+        (output,) = h.core.update(plan, h.runner.execute(plan), h.now).values()
+        h.told({ROUTER: output})
+        seen.append(
+            (
+                [(o.request_id, o.new_token_ids, o.seq_id) for o in output.outputs],
+                list(zip(output.seq_ids, output.token_ids, strict=True)),
+            )
+        )
+    plain, tells = seq_ids["plain"], seq_ids["tells"]
+    a, b, c, d = reference(prompt, 4)
+    assert seen == [
+        ([("plain", [a], plain), ("tells", [a], tells)], []),
+        ([("tells", [b], None)], [(plain, b)]),
+        ([("tells", [c], None)], [(plain, c)]),
+        ([("plain", [d], None), ("tells", [d], None)], []),
+    ]
+
+
+def test_each_router_hears_of_its_own_sequences_only() -> None:
+    h = Harness()
+    other = RouterId("other")
+    h.submit("mine", [1, 2, 3], 6)
+    sampling = SamplingParams(6, temperature=0.0, ignore_eos=True)
+    h.core.submit(other, GenerateRequest(RequestId("theirs"), [SequenceInput(0, [4, 5], sampling)]), 0, h.now)
+    h.submit("mine too", [6], 6)
+    h.finish_quietly()
+    ids = {str(s.request_id): s.seq_id for s in h.core.scheduler.running}
+    outputs = h.finish_quietly()
+    assert outputs[ROUTER].seq_ids == [ids["mine"], ids["mine too"]]
+    assert outputs[ROUTER].token_ids == [reference([1, 2, 3], 2)[1], reference([6], 2)[1]]
+    assert (outputs[other].seq_ids, outputs[other].token_ids) == ([ids["theirs"]], [reference([4, 5], 2)[1]])
+
+
+def test_a_decode_that_cannot_go_on_ends_alone() -> None:
+    h = Harness()
+    for name in ("a", "b", "c"):
+        h.submit(name, [ord(name)], 6)
+    h.step()
+    plan = h.plan()
+    assert plan is not None
+    result = h.runner.execute(plan)
+    failed = msgspec.structs.replace(
+        result,
+        seq_ids=[result.seq_ids[0], result.seq_ids[2]],
+        token_ids=[result.token_ids[0], result.token_ids[2]],
+        failed={result.seq_ids[1]: "why"},
+    )
+    told = {str(o.request_id): o for o in h.told(h.core.update(plan, failed, h.now))}
+    assert (told["b"].finish_reason, told["b"].message, told["b"].new_token_ids) == (FinishReason.INVALID, "why", [])
+    assert [told[name].new_token_ids for name in "ac"] == [[reference([ord(name)], 2)[1]] for name in "ac"]
+    assert h.names(h.core.scheduler.running) == ["a", "c"]
+    h.core.validate()
+
+
+def test_an_aborted_decode_gets_no_token_and_its_neighbours_theirs() -> None:
+    h = Harness()
+    for name in ("a", "b", "c"):
+        h.submit(name, [ord(name)], 6)
+    h.step()
+    plan = h.plan()
+    assert plan is not None
+    h.core.abort(ROUTER, RequestId("b"), h.now)
+    h.finish(plan)
+    assert {name: len(tokens) for name, tokens in h.tokens.items()} == {"a": 2, "b": 1, "c": 2}
+    assert h.core.scheduler.counters.generation_tokens == 5
+    assert h.names(h.core.scheduler.running) == ["a", "c"]
+
+
+def test_blocks_filled_by_decoding_are_shared_in_the_step_that_computed_them() -> None:
+    h = Harness(block_size=4)
+    prompt = [5, 6]
+    h.submit("first", prompt, 12)
+    computed, cached = [], []
+    for _ in range(10):
+        h.step()
+        (first,) = h.core.scheduler.running
+        computed.append(first.num_computed_tokens)
+        cached.append(h.core.blocks.stats().num_cached)
+    assert computed == list(range(2, 12))
+    assert cached == [count // 4 for count in computed]
+
+
+def test_prompts_are_hashed_when_they_come_and_equal_ones_once() -> None:
+    h = Harness(block_size=4)
+    sampling = SamplingParams(4, temperature=0.0)
+    items = [SequenceInput(0, list(range(9)), sampling), SequenceInput(1, list(range(9)), sampling)]
+    items.append(SequenceInput(2, list(range(8)), sampling, [8, 9, 10, 11]))
+    h.core.submit(ROUTER, GenerateRequest(RequestId("q"), items), 0, h.now)
+    queued = list(h.core.scheduler.queued)
+    chain = chain_hashes(queued[0].root, list(range(12)), 4)
+    assert [s.block_hashes for s in queued] == [chain[:2], chain[:2], chain]
+    assert queued[0].block_hashes is not queued[1].block_hashes
+
+
+def test_token_ids_that_do_not_exist_are_refused() -> None:
+    h = Harness()
+    for wrong in ([VOCAB], [-1], [1, 1 << 32], [1, -(1 << 40)]):
+        assert h.submit("wrong", wrong) is RefusalReason.INVALID
+    assert h.submit("right", [0, VOCAB - 1]) is None

@@ -1,0 +1,120 @@
+"""Claims of the engine's rules: what scheduling costs without a model, beside vLLM's scheduler where `PEERS` has it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+from benchmarks.claims import Measured, claim
+from benchmarks.engine_cost import admit_cost, best, churn_cost, decode_cost, describe
+
+#: what was measured of vLLM 0.32 when the bounds were set: us per request and step; ms for 32,768 tokens
+VLLM_STEP_US, VLLM_ADMIT_MS, VLLM_LOOKUP_MS = 8.2, 4.7, 0.98
+PROMPT_TOKENS = 32768
+
+
+class Rival:
+    """`benchmarks/engine_rival.py` in vLLM's environment: one question a line, so that rounds can alternate."""
+
+    def __init__(self, peers: str) -> None:
+        env = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "TRANSFORMERS_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+            "VLLM_TARGET_DEVICE": "cpu",
+        }
+        script = Path(__file__).with_name("engine_rival.py")
+        self._process = subprocess.Popen(
+            [f"{peers}/venv/bin/python", str(script), f"{peers}/smollm2"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=env,
+            text=True,
+        )
+
+    def ask(self, **question: int) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(question), file=self._process.stdin, flush=True)
+        for line in self._process.stdout:  # it prints other things as well
+            if line.startswith("RESULT "):
+                found: dict[str, float] = json.loads(line.removeprefix("RESULT "))
+                return found
+        raise RuntimeError("vLLM's scheduler gave no figures; run benchmarks/engine_rival.py by hand to see why")
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._process.communicate("", timeout=60)
+        self._process.kill()
+
+
+@contextlib.contextmanager
+def rival() -> Iterator[Rival | None]:
+    """None without `PEERS`."""
+    peers = os.environ.get("PEERS")
+    if not peers:
+        yield None
+        return
+    process = Rival(peers)
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+@claim("engine.cost")
+def cost(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Everything production does for a step but the model, per running sequence: 512-token prompts, all decode."""
+    with rival() as other:
+        for num_running in (256, 1024):
+            ours, theirs = [], []
+            for _ in range(7 if full else 2):
+                ours.append(decode_cost(num_running))
+                if other is not None:
+                    theirs.append(other.ask(decode=num_running)["total"])
+            found = min(ours, key=lambda one: one.total)
+            yield f"{num_running}", Measured(found.total, "us a sequence and step", 2.0, note=describe(found))
+            if theirs:
+                share, note = found.total / min(theirs), f"vLLM {min(theirs):.1f} us in the same rounds"
+                yield f"{num_running}.share", Measured(share, "of vLLM's", 2.0 / VLLM_STEP_US, note=note)
+    churn = best(partial(churn_cost, 1024), 3)
+    note = f"every 200th ends in each step and another one takes its place; {describe(churn)}"
+    yield "1024.churn", Measured(churn.total, "us a sequence and step", note=note)
+
+
+@claim("engine.admit")
+def admit(full: bool) -> Iterator[tuple[str, Measured]]:
+    """A 32,768-token prompt: checked, hashed, given blocks, planned, and its blocks registered."""
+    yield from _admission(full, "total", 2.5, VLLM_ADMIT_MS, ("submit", "schedule", "update"))
+
+
+@claim("engine.lookup")
+def lookup(full: bool) -> Iterator[tuple[str, Measured]]:
+    """The same prompt again: which of its blocks are cached."""
+    yield from _admission(full, "lookup", 0.5, VLLM_LOOKUP_MS, ("lookup",))
+
+
+def _admission(
+    full: bool, name: str, bound: float, vllm_then: float, parts: tuple[str, ...]
+) -> Iterator[tuple[str, Measured]]:
+    ours, theirs = [], []
+    with rival() as other:
+        for _ in range(7 if full else 2):
+            ours.append(admit_cost(PROMPT_TOKENS))
+            if other is not None:
+                answer = other.ask(admit=PROMPT_TOKENS)
+                theirs.append(sum(answer[part] for part in parts))
+    found = min(ours, key=lambda one: float(getattr(one, name)))
+    value = float(getattr(found, name))
+    yield "", Measured(value, "ms", bound, note=describe(found))
+    if theirs:
+        note = f"vLLM {min(theirs):.2f} ms in the same rounds"
+        yield "share", Measured(value / min(theirs), "of vLLM's", bound / vllm_then, note=note)

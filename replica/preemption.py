@@ -1,0 +1,104 @@
+"""PURE. Who is put back, how often, and what becomes of its KV.
+
+Two causes. A running sequence cannot get its next block: somebody that runs goes, perhaps that sequence itself. Or
+(under a policy with classes) a waiting sequence is strictly more urgent than one that runs and finds no place: the less
+urgent ones go, if that helps.
+
+The victim of the first cause:
+- `preemption_victim: policy`: under `fcfs` the one admitted last, else the one with the largest key.
+- `cost`: the one with the fewest tokens to compute again. Blocks that others hold as well will be found in the prefix
+  cache; the rest counts as lost, since the pool is full and what is freed is what is taken. One that outranks the
+  sequence in need is left alone. So is one that has at most a block to go, whose blocks come back by themselves, and
+  one that shares all of its blocks, which would give nothing.
+Whoever was preempted `max_preemptions` times is protected from both causes. Last resort, if all are protected: the
+policy's victim as if nobody were, so the first in the policy's order always gets to its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from replica.block_manager import BlockManager
+from replica.config import SchedulerConfig
+from replica.errors import ConfigError
+from replica.order import OrderPolicy, outranks
+from replica.running_set import RunningSet
+from replica.sequence import Sequence
+
+
+class TakeBack(Protocol):
+    """What becomes of the KV of a preempted sequence."""
+
+    def __call__(self, sequence: Sequence) -> None: ...
+
+
+def take_back_by(mode: str, blocks: BlockManager) -> TakeBack:
+    """The strategy that `preemption_mode` names. Raises ConfigError for those that need what is not there yet."""
+    if mode != "recompute":
+        raise ConfigError(
+            f"scheduler.preemption_mode: got {mode!r}, which needs a KV connector, and there is none yet; "
+            "allowed: 'recompute'"
+        )
+    return blocks.free  # full blocks stay findable until they are taken; the rest is computed again
+
+
+class VictimChoice:
+    """Looks at the running sequences and names who goes; takes nothing from anybody."""
+
+    def __init__(self, config: SchedulerConfig, policy: OrderPolicy, blocks: BlockManager) -> None:
+        self._policy = policy
+        self._blocks = blocks
+        self._max_preemptions = config.max_preemptions
+        self._by_cost = config.preemption_victim == "cost"
+        self._by_key = config.policy != "fcfs"
+
+    def for_blocks(self, needy: Sequence, running: RunningSet) -> Sequence:
+        """Who goes so that `needy`, which runs, may grow. It may be itself."""
+        if self._by_cost and (victim := self._cheapest(needy, running)) is not None:
+            return victim
+        victim = self._last(running, self._may_go)
+        return victim if victim is not None else self._last(running, lambda _: True) or needy
+
+    def for_urgent(self, urgent: Sequence, running: RunningSet, max_num_seqs: int, keep_free: int) -> list[Sequence]:
+        """Who goes so that `urgent`, which waits, may run: the fewest, least urgent first. Nobody, if it fits anyway or
+        would not fit even then.
+        """
+        if not self._policy.has_classes or running.max_priority <= urgent.order_key[1]:
+            return []
+        missing = self._blocks.num_missing(urgent, keep_free)
+        if missing <= 0 and len(running) < max_num_seqs:
+            return []
+        victims: list[Sequence] = []
+        for sequence in sorted(running, key=lambda s: s.queue_key, reverse=True):
+            if self._may_go(sequence) and outranks(self._policy, urgent.standing, sequence.standing):
+                victims.append(sequence)
+                missing -= self._blocks.num_held_alone(sequence)
+                if missing <= 0:
+                    return victims
+        return []
+
+    def _may_go(self, sequence: Sequence) -> bool:
+        return sequence.num_preemptions < self._max_preemptions
+
+    def _last(self, running: RunningSet, may_go: Callable[[Sequence], bool]) -> Sequence | None:
+        """The last in the policy's order among those who may go."""
+        if self._by_key:
+            return max(filter(may_go, running), key=lambda s: s.queue_key, default=None)
+        return next(filter(may_go, reversed(running)), None)
+
+    def _cheapest(self, needy: Sequence, running: RunningSet) -> Sequence | None:
+        candidates = [
+            sequence
+            for sequence in running
+            if self._may_go(sequence)
+            and not outranks(self._policy, sequence.standing, needy.standing)
+            and sequence.max_total_tokens - sequence.num_tokens > self._blocks.block_size
+            and (sequence is needy or self._blocks.num_held_alone(sequence))
+        ]
+        # of equals the one admitted last
+        return min(reversed(candidates), key=self._rework, default=None)
+
+    def _rework(self, sequence: Sequence) -> int:
+        num_shared = len(sequence.block_ids) - self._blocks.num_held_alone(sequence)
+        return max(0, sequence.num_computed_tokens - num_shared * self._blocks.block_size)

@@ -1,0 +1,54 @@
+"""PURE. What a step changed, as the scheduler tells it to the engine core, and what it counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from replica.messages import STEP_TOKEN_BOUNDS, FinishReason, TokenLogprobs
+from replica.running_set import Decodes
+from replica.sequence import Sequence
+
+
+class SchedulerCounters(msgspec.Struct):
+    """Totals since the start. `recomputed_tokens` is work done again after preemptions."""
+
+    steps: int = 0
+    scheduled_tokens: int = 0
+    #: by `STEP_TOKEN_BOUNDS`
+    step_token_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+    prompt_tokens: int = 0
+    #: of `prompt_tokens`, those found in the prefix cache
+    cached_prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+    #: of these, those that made way for a more urgent one
+    displaced: int = 0
+    recomputed_tokens: int = 0
+    admitted: int = 0
+    #: seconds between submit and first schedule, summed over admitted sequences
+    queue_time_s: float = 0.0
+    finished: dict[FinishReason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """What a step changed for one sequence: a new token, the end, or both."""
+
+    sequence: Sequence
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None
+    #: one entry a new token, where asked for
+    logprobs: list[TokenLogprobs] = []
+    #: with `INVALID`, `SHED` and `DEADLINE`
+    message: str = ""
+    #: the first token since the replica took the sequence
+    is_first: bool = False
+
+
+class StepProgress(msgspec.Struct, frozen=True):
+    """A whole step. Most sequences got one token and there is no more to say: those are `plain`, their tokens beside
+    them in `token_ids`.
+    """
+
+    plain: Decodes
+    token_ids: list[int]
+    others: list[Progress]

@@ -1,0 +1,88 @@
+"""PURE. Who has to leave the queue so that a newcomer may enter it, or why the newcomer may not.
+
+Two limits: the queue cap, in sequences, and `shed_above_queued_tokens`. Requests that are wholly queued (nothing of
+them was ever scheduled) may be shed, as a whole and least urgent first:
+- at the cap, for a newcomer that outranks them (`replica/order.py`);
+- above the tokens, for a newcomer that comes before them in the order.
+If that does not make enough room, nobody is shed and the newcomer is refused. A request that is longer than the limit
+on tokens by itself is taken while nobody else is queued: else it would be refused for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import merge
+
+from replica.admission import Refused
+from replica.messages import GenerateRequest, RefusalReason
+from replica.order import OrderPolicy, Standing, outranks
+from replica.request_book import RequestBook, key_of
+from replica.sequence import Sequence
+from replica.waiting_queue import WaitingQueue
+
+
+class Shedding:
+    """Looks at who waits; ends nobody."""
+
+    def __init__(
+        self, policy: OrderPolicy, requests: RequestBook, queues: tuple[WaitingQueue, ...], cap: int, max_tokens: int
+    ) -> None:
+        self._policy = policy
+        self._requests = requests
+        #: in which those wait that were never scheduled; others may be among them
+        self._queues = queues
+        self._cap = cap
+        self._max_tokens = max_tokens
+
+    @property
+    def num_queued(self) -> int:
+        return sum(queue.num_fresh for queue in self._queues)
+
+    def make_room(self, request: GenerateRequest, seq_id: int) -> list[Sequence]:
+        """Sequences to end so that `request` may be queued. Raises Refused. Its first sequence would be `seq_id`."""
+        # before anything is hashed, so as if nothing of it were cached; of its sequences the least urgent counts
+        work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
+        newcomer = (request.order_key[1], self._policy.key(request.order_key, work, seq_id))
+        num_sequences, num_tokens = len(request.sequences), request.num_prompt_tokens
+        num_queued = self.num_queued
+        surplus = num_queued + num_sequences - self._cap
+        num_queued_tokens = sum(queue.num_tokens for queue in self._queues)
+        shed: list[Sequence] = []
+        if surplus <= 0 and not self._is_too_much(num_queued_tokens, num_tokens):
+            return shed
+        for siblings in self._from_the_end(newcomer):
+            is_too_much = self._is_too_much(num_queued_tokens, num_tokens)
+            if surplus <= 0 and not is_too_much:
+                break
+            if is_too_much or outranks(self._policy, newcomer, siblings[0].standing):
+                shed += siblings
+                surplus -= len(siblings)
+                num_queued_tokens -= sum(sequence.num_tokens for sequence in siblings)
+        if surplus > 0:
+            raise Refused(
+                RefusalReason.QUEUE_FULL,
+                f"{num_queued} of {self._cap} places in the queue are taken, {num_sequences} wanted",
+            )
+        if self._is_too_much(num_queued_tokens, num_tokens):
+            raise Refused(
+                RefusalReason.SHED,
+                f"{num_queued_tokens} tokens of more urgent requests are queued; with {num_tokens} more there would be "
+                f"more than {self._max_tokens}",
+            )
+        return shed
+
+    def _is_too_much(self, num_queued_tokens: int, num_tokens: int) -> bool:
+        return 0 < self._max_tokens < num_queued_tokens + num_tokens and num_queued_tokens > 0
+
+    def _from_the_end(self, newcomer: Standing) -> Iterator[list[Sequence]]:
+        """Requests that may be shed and come behind the newcomer, last in order first; their sequences."""
+        seen = set()
+        for sequence in merge(*map(reversed, self._queues), key=lambda s: s.queue_key, reverse=True):
+            if sequence.queue_key <= newcomer[1]:
+                return
+            key = key_of(sequence)
+            if key in seen:
+                continue
+            seen.add(key)
+            if siblings := self._requests.untouched(sequence):
+                yield siblings
