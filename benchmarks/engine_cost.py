@@ -208,7 +208,7 @@ def admit_cost(num_tokens: int = 32768, num_prompts: int = 7) -> AdmitCost:
         schedule, update, _, _ = bench.step()
         bench.run()
         hit_submit = bench.submit(list(prompt), 4)
-        sequence = bench.core.scheduler.queued.peek()
+        sequence = bench.core.scheduler.queued.at(0)
         assert sequence is not None
         started = time.thread_time()
         hits = bench.core.blocks.find_prefix(sequence)

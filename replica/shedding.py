@@ -42,7 +42,7 @@ class Shedding:
         """Sequences to end so that a request of this size may be queued. Raises Refused."""
         num_queued = self.num_queued
         surplus = num_queued + num_sequences - self._cap
-        num_queued_tokens = sum(queue.num_tokens for queue in self._queues) if self._max_tokens else 0
+        num_queued_tokens = sum(queue.num_tokens for queue in self._queues)
         shed: list[Sequence] = []
         if surplus <= 0 and not self._is_too_much(num_queued_tokens, num_tokens):
             return shed
@@ -68,7 +68,7 @@ class Shedding:
         return shed
 
     def _is_too_much(self, num_queued_tokens: int, num_tokens: int) -> bool:
-        return bool(num_queued_tokens) and num_queued_tokens + num_tokens > self._max_tokens
+        return 0 < self._max_tokens < num_queued_tokens + num_tokens and num_queued_tokens > 0
 
     def _from_the_end(self, newcomer: Standing) -> Iterator[list[Sequence]]:
         """Requests that may be shed and come behind the newcomer, last in order first; their sequences."""

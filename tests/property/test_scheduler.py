@@ -4,6 +4,9 @@ drains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import hypothesis.strategies as st
 import msgspec
 import pytest
@@ -16,6 +19,7 @@ from replica.fake_runner import FakeModelRunner, expected_output
 from replica.messages import (
     FinishReason,
     GenerateRequest,
+    OrderKey,
     RefusalReason,
     ReplicaId,
     RequestId,
@@ -24,8 +28,9 @@ from replica.messages import (
     SequenceInput,
     SequenceOutput,
 )
+from replica.order import QueueKey, outranks
 from replica.router_output import RouterOutputs
-from replica.sequence import Status
+from replica.sequence import Sequence, Status
 from replica.step import StepPlan
 from router.sequence_names import SequenceNames
 
@@ -39,7 +44,15 @@ REPLICA = ReplicaId("r")
 class Client:
     """What one request was promised and what it got."""
 
-    def __init__(self, prompts: list[list[int]], max_tokens: int, output: list[int], sampling: SamplingParams) -> None:
+    def __init__(
+        self,
+        prompts: list[list[int]],
+        max_tokens: int,
+        output: list[int],
+        sampling: SamplingParams,
+        order_key: OrderKey,
+        deadline: float | None,
+    ) -> None:
         self.prompts = prompts
         self.max_tokens = max_tokens
         self.resumed = output
@@ -47,27 +60,40 @@ class Client:
         self.ends: list[FinishReason | None] = [None for _ in prompts]
         self.prompt_logprobs: list[list[float]] = [[] for _ in prompts]
         self.sampling = sampling
+        self.order_key = order_key
+        self.deadline = deadline
 
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(6, 30),
         budget=st.integers(1, 24),
-        max_num_seqs=st.integers(1, 5),
-        threshold=st.sampled_from([0, 3]),
         chunked=st.booleans(),
-        watermark=st.sampled_from([0.0, 0.2]),
         caching=st.booleans(),
+        lanes=st.sampled_from([(0, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 2), (6, 2, 0), (0, 0, 1)]),
+        knobs=st.fixed_dictionaries(
+            {
+                "max_num_seqs": st.integers(1, 5),
+                "watermark": st.sampled_from([0.0, 0.2]),
+                "policy": st.sampled_from(["fcfs", "priority", "sjf"]),
+                "priority_ageing_s": st.sampled_from([1.0, 100.0]),
+                "sjf_ageing_tokens_per_s": st.sampled_from([1.0, 100.0]),
+                "admission_look_past": st.integers(0, 3),
+                "max_head_passes": st.integers(0, 3),
+                "preemption_victim": st.sampled_from(["policy", "cost"]),
+                "max_preemptions": st.integers(0, 2),
+                "shed_above_queued_tokens": st.sampled_from([0, 0, 40]),
+            }
+        ),
     )
     def build(
         self,
         num_blocks: int,
         budget: int,
-        max_num_seqs: int,
-        threshold: int,
         chunked: bool,
-        watermark: float,
         caching: bool,
+        lanes: tuple[int, int, int],
+        knobs: dict[str, Any],
     ) -> None:
         self.runner = FakeModelRunner(
             num_blocks=num_blocks, block_size=BLOCK, max_model_len=64, vocab_size=VOCAB, eos_token_ids=()
@@ -75,10 +101,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.config = EngineConfig(
             scheduler=SchedulerConfig(
                 max_num_batched_tokens=budget,
-                max_num_seqs=max_num_seqs,
-                long_prefill_token_threshold=threshold,
                 enable_chunked_prefill=chunked,
-                watermark=watermark,
+                long_prefill_token_threshold=lanes[0],
+                max_long_partial_prefills=lanes[1],
+                max_partial_prefills=lanes[2],
+                **knobs,
             ),
             admission=AdmissionConfig(max_queued_requests=CAP),
             cache=CacheConfig(enable_prefix_caching=caching),
@@ -101,6 +128,8 @@ class EngineMachine(RuleBasedStateMachine):
         resumed=st.integers(0, 3),
         grammar=st.sampled_from(["", "", "g", "h"]),
         tells_prompt=st.booleans(),
+        priority=st.integers(-1, 2),
+        patience=st.none() | st.sampled_from([-0.01, 0.02, 0.1]),
     )
     def submit(
         self,
@@ -112,6 +141,8 @@ class EngineMachine(RuleBasedStateMachine):
         resumed: int,
         grammar: str,
         tells_prompt: bool,
+        priority: int = 0,
+        patience: float | None = None,
     ) -> None:
         # an id comes back in a new attempt, perhaps while the step of the aborted one still runs
         request_id = self.aborted.pop() if self.aborted else RequestId(str(self.count))
@@ -131,27 +162,56 @@ class EngineMachine(RuleBasedStateMachine):
             request_id,
             # of a resumed request only the first sequence need have come as far as a token
             [SequenceInput(index, prompt, sampling, list(output) if index == 0 else []) for index in range(n)],
-            order_key=(0.0, 0, float(self.count)),
+            order_key=(0.0, priority, float(self.count)),
+            deadline_s=None if patience is None else self.now + patience,
             is_returning=bool(output),
         )
-        num_queued = self.core.scheduler.num_queued
+        scheduler = self.core.scheduler
+        num_queued, queued_tokens = scheduler.num_queued, scheduler.queued.num_tokens + scheduler.blocked.num_tokens
+        least = self.key_of(request)
+        # what a strictly more urgent newcomer may push out: requests of which nothing was scheduled
+        weaker = self.untouched(lambda s: outranks(scheduler.policy, (priority, least), s.standing))
+        room = CAP - num_queued + sum(map(len, weaker.values()))
         reply = self.core.submit(router, request, 0, self.now)
         capacity = min(64, self.core.blocks.capacity_tokens)
+        limit = self.config.scheduler.shed_above_queued_tokens
         if length + len(output) >= capacity:
             assert reply.refusal is RefusalReason.NEVER_FITS
             assert str(capacity) in reply.message
         elif output:
             assert reply.refusal is None, "a cap must never refuse a returning request"
-        elif num_queued + n > CAP:
+        elif patience is not None and patience < 0:
+            assert reply.refusal is RefusalReason.DEADLINE
+        elif limit and queued_tokens and queued_tokens + n * length > limit:
+            assert reply.refusal in (None, RefusalReason.SHED, RefusalReason.QUEUE_FULL)
+        elif n > room:
             assert reply.refusal is RefusalReason.QUEUE_FULL
         else:
             assert reply.refusal is None
+        self.deliver(self.core.take_ended(), newcomer=least)
         if reply.refusal is None:
-            self.clients[(router, request_id)] = Client([prompt] * n, max_tokens, output, sampling)
+            self.clients[(router, request_id)] = Client(
+                [prompt] * n, max_tokens, output, sampling, request.order_key, request.deadline_s
+            )
+            left = scheduler.queued.num_tokens + scheduler.blocked.num_tokens
+            if limit and not output:
+                assert left <= max(limit, n * length), "more is queued than the limit allows"
         else:
-            assert self.core.scheduler.num_queued == num_queued
+            assert scheduler.num_queued == num_queued
         self.compiling += self.core.take_wanted_grammars()
         assert len(set(self.compiling)) == len(self.compiling), "compiled twice at once"
+
+    def key_of(self, request: GenerateRequest) -> QueueKey:
+        work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
+        return self.core.scheduler.policy.key(request.order_key, work, 1 << 60)
+
+    def untouched(self, keep: Callable[[Sequence], bool]) -> dict[tuple[RouterId, RequestId], list[Sequence]]:
+        """By a walk over everybody: requests of which each sequence is still queued."""
+        found: dict[tuple[RouterId, RequestId], list[Sequence]] = {}
+        for sequence in self.core.scheduler.living():
+            if sequence.status is Status.QUEUED and keep(sequence):
+                found.setdefault((sequence.router_id, sequence.request_id), []).append(sequence)
+        return {key: s for key, s in found.items() if len(s) == len(self.clients[key].prompts)}
 
     @precondition(lambda self: self.compiling)
     @rule(works=st.booleans())
@@ -169,8 +229,10 @@ class EngineMachine(RuleBasedStateMachine):
     @rule()
     def schedule(self) -> None:
         running = len(self.core.scheduler.running)
-        preemptions = self.core.scheduler.counters.preemptions
+        counters = self.core.scheduler.counters
+        preemptions, displaced = counters.preemptions, counters.displaced
         plan = self.core.schedule(self.now)
+        self.deliver(self.core.take_ended())
         self.plan = plan
         if plan is None:
             assert not self.core.has_work or self.core.num_unfinished == 0, "work, but no step"
@@ -183,10 +245,35 @@ class EngineMachine(RuleBasedStateMachine):
             assert plan.num_tokens <= budget
             if self.config.scheduler.long_prefill_token_threshold:
                 assert max(plan.num_scheduled, default=0) <= self.config.scheduler.long_prefill_token_threshold
+            self.lanes_hold(plan)
         assert all(count > 0 for count in plan.num_scheduled)
-        if self.core.scheduler.counters.preemptions > preemptions:
-            assert len(self.core.scheduler.running) < running + 1, "a step that preempts admits nobody"
+        if not self.core.scheduler.policy.has_classes:
+            assert counters.displaced == 0
+        if counters.preemptions - preemptions > counters.displaced - displaced:
+            assert len(self.core.scheduler.running) < running + 1, "a step that preempts for blocks admits nobody"
             assert not plan.new
+
+    def lanes_hold(self, plan: StepPlan) -> None:
+        config, running = self.config.scheduler, self.core.scheduler.running
+        given = dict(zip(plan.seq_ids, plan.num_scheduled, strict=True))
+        unfinished = [s for s in running if s.num_uncomputed_tokens > max(1, given.get(s.seq_id, 0))]
+        if config.max_partial_prefills:
+            assert len(unfinished) <= config.max_partial_prefills
+        if config.max_long_partial_prefills:
+            long = [s for s in running if s.num_uncomputed_tokens > config.long_prefill_token_threshold]
+            assert len(long) <= config.max_long_partial_prefills
+
+    @precondition(lambda self: hasattr(self, "core"))
+    @rule(seconds=st.sampled_from([0.01, 0.2]))
+    def wait(self, seconds: float) -> None:
+        """Time passes, in the middle of a step or while nothing runs."""
+        self.now += seconds
+        self.core.end_overdue(self.now)
+        self.deliver(self.core.take_ended())
+        overdue = self.untouched(lambda s: True)
+        for key in overdue:
+            deadline = self.clients[key].deadline
+            assert deadline is None or deadline > self.now, "nobody was told that its deadline has passed"
 
     @precondition(lambda self: self.plan is not None)
     @rule(failing=st.none() | st.integers(0, 4))
@@ -232,7 +319,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.names[key[0]].forget(key[1])
             self.aborted.append(key[1])
 
-    def deliver(self, outputs: RouterOutputs) -> None:
+    def deliver(self, outputs: RouterOutputs, newcomer: QueueKey | None = None) -> None:
         load = self.core.load(self.now)
         for router, output in outputs.items():
             unfinished = {request_id for owner, request_id in self.clients if owner == router}
@@ -245,10 +332,27 @@ class EngineMachine(RuleBasedStateMachine):
                 client.tokens[item.index] += item.new_token_ids
                 client.ends[item.index] = item.finish_reason
                 self.check_told(client, item, is_first)
+                self.check_given_up(client, item, newcomer)
                 self.check(client, item.index)
                 if all(end is not None for end in client.ends):
                     del self.clients[(router, item.request_id)]
                     self.names[router].forget(item.request_id)
+
+    def check_given_up(self, client: Client, item: SequenceOutput, newcomer: QueueKey | None) -> None:
+        """Shed or overdue: only what had not begun, and with a reason."""
+        if item.finish_reason not in (FinishReason.SHED, FinishReason.DEADLINE):
+            return
+        assert item.message
+        assert client.tokens == [[] for _ in client.prompts]
+        assert item.stages is not None
+        assert item.stages.queued_s is None
+        if item.finish_reason is FinishReason.DEADLINE:
+            assert client.deadline is not None
+            assert client.deadline <= self.now
+        else:
+            assert newcomer is not None, "shed, and nobody came"
+            if self.config.scheduler.policy != "sjf":  # there the key knows what is cached
+                assert self.core.scheduler.policy.key(client.order_key, 0, 0) > newcomer
 
     def check_told(self, client: Client, item: SequenceOutput, is_first: bool) -> None:
         """Logprobs of each token, of the prompt exactly once, whatever was preempted in the middle of it."""
@@ -315,7 +419,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 @pytest.mark.parametrize("seed", range(3))
