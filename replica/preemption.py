@@ -8,7 +8,8 @@ The victim of the first cause:
 - `preemption_victim: policy`: under `fcfs` the one admitted last, else the one with the largest key.
 - `cost`: the one with the fewest tokens to compute again. Blocks that others hold as well will be found in the prefix
   cache; the rest counts as lost, since the pool is full and what is freed is what is taken. One that outranks the
-  sequence in need is left alone, and so is one that has at most a block to go: its blocks come back by themselves.
+  sequence in need is left alone, and so is one that has at most a block to go: its blocks come back by themselves. So is
+  one that shares all of its blocks: nothing would be gained.
 Whoever was preempted `max_preemptions` times is protected from both causes. Last resort, if all are protected: the
 policy's victim as if nobody were, so the first in the policy's order always gets to its end.
 """
@@ -93,6 +94,7 @@ class VictimChoice:
             if self._may_go(sequence)
             and not outranks(self._policy, sequence.standing, needy.standing)
             and sequence.max_total_tokens - sequence.num_tokens > self._blocks.block_size
+            and (sequence is needy or self._blocks.num_held_alone(sequence))
         ]
         # of equals the one admitted last
         return min(reversed(candidates), key=self._rework, default=None)

@@ -6,110 +6,17 @@ import msgspec
 import pytest
 
 from replica.block_hash import chain_hashes
-from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
-from replica.engine_core import EngineCore
-from replica.fake_runner import FakeModelRunner, expected_output
+from replica.fake_runner import expected_output
 from replica.messages import (
     FinishReason,
     GenerateRequest,
     RefusalReason,
-    ReplicaId,
     RequestId,
     RouterId,
     SamplingParams,
     SequenceInput,
-    SequenceOutput,
 )
-from replica.router_output import RouterOutputs
-from replica.step import StepPlan
-from router.sequence_names import SequenceNames
-
-ROUTER = RouterId("r")
-VOCAB = 1000
-
-
-class Harness:
-    """A core and a runner; `step()` is schedule, execute, update."""
-
-    def __init__(
-        self, *, num_blocks: int = 64, block_size: int = 4, caching: bool = True, cap: int = 64, **scheduler: object
-    ) -> None:
-        self.runner = FakeModelRunner(
-            num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, eos_token_ids=(7,)
-        )
-        settings = {"max_num_batched_tokens": 32, "watermark": 0.0, **scheduler}
-        config = EngineConfig(
-            scheduler=SchedulerConfig.model_validate(settings),
-            admission=AdmissionConfig(max_queued_requests=cap),
-            cache=CacheConfig(enable_prefix_caching=caching),
-        )
-        self.core = EngineCore(config, self.runner.info)
-        self.names_of_router = SequenceNames()
-        self.submitted: set[RequestId] = set()
-        self.tokens: dict[str, list[int]] = {}
-        self.ends: dict[str, FinishReason] = {}
-        self.now = 0.0
-
-    def submit(
-        self, name: str, prompt: list[int], max_tokens: int = 8, *, arrival: float | None = None, **sampling: object
-    ) -> RefusalReason | None:
-        params = {"temperature": 0.0, "ignore_eos": True, **sampling}
-        request = GenerateRequest(
-            RequestId(name),
-            [SequenceInput(0, prompt, SamplingParams(max_tokens, **params))],  # type: ignore[arg-type]
-            order_key=(0.0, 0, self.now if arrival is None else arrival),
-        )
-        self.submitted.add(request.request_id)
-        return self.core.submit(ROUTER, request, 0, self.now).refusal
-
-    def told(self, outputs: RouterOutputs) -> list[SequenceOutput]:
-        """As the router reads them."""
-        load = self.core.load(self.now)
-        messages = [output.to_message("", load) for output in outputs.values()]
-        return [o for m in messages for o in self.names_of_router.expand(ReplicaId("r"), m, self.submitted)]
-
-    def plan(self) -> StepPlan | None:
-        plan = self.core.schedule(self.now)
-        self.core.validate()
-        return plan
-
-    def finish(self, plan: StepPlan) -> None:
-        result = self.runner.execute(plan)
-        self.now += 1.0
-        for output in self.told(self.core.update(plan, result, self.now)):
-            self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
-            if output.finish_reason is not None:
-                self.ends[output.request_id] = output.finish_reason
-        self.core.validate()
-
-    def finish_quietly(self) -> RouterOutputs:
-        """One whole step; returns what the core says."""
-        plan = self.plan()
-        assert plan is not None
-        return self.core.update(plan, self.runner.execute(plan), self.now)
-
-    def step(self) -> dict[str, int]:
-        """One whole step; returns tokens scheduled by request."""
-        plan = self.plan()
-        assert plan is not None
-        names = {s.seq_id: str(s.request_id) for s in self.core.scheduler.running}
-        self.finish(plan)
-        return {names[seq_id]: count for seq_id, count in zip(plan.seq_ids, plan.num_scheduled, strict=True)}
-
-    def run(self, limit: int = 1000) -> int:
-        for number in range(limit):
-            plan = self.plan()
-            if plan is None:
-                return number
-            self.finish(plan)
-        raise AssertionError(f"not done after {limit} steps")
-
-    def names(self, queue: object) -> list[str]:
-        return [str(s.request_id) for s in queue]  # type: ignore[attr-defined]
-
-
-def reference(prompt: list[int], num_tokens: int) -> list[int]:
-    return expected_output(prompt, num_tokens, vocab_size=VOCAB, eos=frozenset({7}))
+from tests.unit.engine_harness import ROUTER, VOCAB, Harness, reference
 
 
 def test_decodes_come_before_chunks_whatever_was_admitted_first() -> None:
