@@ -8,8 +8,8 @@ The victim of the first cause:
 - `preemption_victim: policy`: under `fcfs` the one admitted last, else the one with the largest key.
 - `cost`: the one with the fewest tokens to compute again. Blocks that others hold as well will be found in the prefix
   cache; the rest counts as lost, since the pool is full and what is freed is what is taken. One that outranks the
-  sequence in need is left alone, and so is one that has at most a block to go: its blocks come back by themselves. So is
-  one that shares all of its blocks: nothing would be gained.
+  sequence in need is left alone. So is one that has at most a block to go, whose blocks come back by themselves, and
+  one that shares all of its blocks, which would give nothing.
 Whoever was preempted `max_preemptions` times is protected from both causes. Last resort, if all are protected: the
 policy's victim as if nobody were, so the first in the policy's order always gets to its end.
 """
