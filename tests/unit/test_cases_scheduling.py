@@ -4,13 +4,15 @@ and is in `tests/simulation/test_fairness.py`; C-16 is in `test_block_manager.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from replica.messages import FinishReason, RefusalReason, RequestId
 from tests.unit.engine_harness import ROUTER, Harness, reference
 
 
-def engine(**knobs: object) -> Harness:
+def engine(**knobs: Any) -> Harness:
     return Harness(**{"block_size": 16, "max_num_batched_tokens": 256, **knobs})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
+from typing import Any
 
 from replica.deadlines import Deadlines
 from replica.messages import FinishReason, RefusalReason, RequestId
@@ -10,7 +11,7 @@ from replica.sequence import Status
 from tests.unit.engine_harness import ROUTER, Harness, reference
 
 
-def busy(cap: int = 3, **knobs: object) -> Harness:
+def busy(cap: int = 3, **knobs: Any) -> Harness:
     """One runs, so whoever comes is queued."""
     h = Harness(cap=cap, max_num_seqs=1, max_preemptions=0, **{"policy": "priority", **knobs})
     h.submit("runs", [9], 200, priority=-100)

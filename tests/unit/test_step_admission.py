@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -13,7 +15,7 @@ from replica.prefill_lanes import PrefillLanes
 from tests.unit.engine_harness import Harness, reference
 
 
-def crowded(**knobs: object) -> Harness:
+def crowded(**knobs: Any) -> Harness:
     """Ten blocks: seven are taken for a while, and the head wants six."""
     h = Harness(num_blocks=10, max_num_seqs=20, **knobs)
     h.submit("holder", [1] * 20, 8, arrival=0.0)
@@ -40,8 +42,8 @@ def test_small_ones_pass_a_head_that_does_not_fit_so_many_times_and_no_more() ->
 
 
 def test_nobody_is_passed_where_that_is_switched_off() -> None:
-    for knobs in ({"admission_look_past": 0}, {"max_head_passes": 0}):
-        h = crowded(**knobs)
+    for name in ("admission_look_past", "max_head_passes"):
+        h = crowded(**{name: 0})
         h.submit("small", [3] * 2, 1, arrival=2.0)
         h.step()
         assert h.names(h.core.scheduler.queued) == ["head", "small"]
