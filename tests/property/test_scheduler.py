@@ -66,7 +66,7 @@ class Client:
 
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
-        num_blocks=st.integers(6, 30),
+        num_blocks=st.integers(6, 20),
         budget=st.integers(1, 24),
         chunked=st.booleans(),
         caching=st.booleans(),
@@ -76,7 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "max_num_seqs": st.integers(1, 5),
                 "watermark": st.sampled_from([0.0, 0.2]),
                 "policy": st.sampled_from(["fcfs", "priority", "sjf"]),
-                "priority_ageing_s": st.sampled_from([1.0, 100.0]),
+                "priority_ageing_s": st.sampled_from([1.0, 1000.0]),
                 "sjf_ageing_tokens_per_s": st.sampled_from([1.0, 100.0]),
                 "admission_look_past": st.integers(0, 3),
                 "max_head_passes": st.integers(0, 3),

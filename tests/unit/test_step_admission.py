@@ -93,6 +93,15 @@ def test_a_long_prompt_beside_one_short_one_leaves_it_half_of_the_step() -> None
         assert h.tokens == {"long": reference(list(range(200)), 8), "short": reference([1, 2, 3, 4, 5], 8)}
 
 
+def test_two_long_prompts_share_that_half() -> None:
+    h = Harness(max_num_batched_tokens=16, long_prefill_token_threshold=6, max_long_partial_prefills=2, num_blocks=200)
+    h.submit("one", [1] * 100)
+    h.submit("two", [2] * 100)
+    h.step()
+    h.submit("short", [3] * 6)
+    assert h.step() == {"one": 6, "two": 2, "short": 6}
+
+
 def test_a_long_prompt_that_is_alone_gets_all_that_the_threshold_allows() -> None:
     h = Harness(max_num_batched_tokens=16, long_prefill_token_threshold=64, max_long_partial_prefills=1, num_blocks=200)
     h.submit("long", list(range(200)))
