@@ -230,5 +230,23 @@ def test_nobody_is_displaced_for_one_whose_lane_is_full() -> None:
     h.submit("urgent", [3] * 40, 2, priority=1)
     h.step()
     assert h.running() == ["long", "runs"]
+    assert h.core.scheduler.counters.displaced == 0
     h.run()
     assert set(h.ends.values()) == {FinishReason.LENGTH}
+
+
+def test_the_lane_may_be_that_of_the_one_who_goes() -> None:
+    h = Harness(
+        policy="priority",
+        max_num_seqs=1,
+        long_prefill_token_threshold=4,
+        max_long_partial_prefills=1,
+        num_blocks=200,
+    )
+    h.submit("patient", [1] * 100, 2, priority=5)
+    h.step()
+    h.submit("urgent", [3] * 40, 2, priority=1)
+    h.step()
+    assert h.running() == ["urgent"]
+    h.run()
+    assert h.tokens == {"patient": reference([1] * 100, 2), "urgent": reference([3] * 40, 2)}

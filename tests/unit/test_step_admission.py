@@ -102,6 +102,14 @@ def test_two_long_prompts_share_that_half() -> None:
     assert h.step() == {"one": 6, "two": 2, "short": 6}
 
 
+def test_a_short_prompt_in_the_middle_counts_as_well_as_one_that_waits() -> None:
+    h = Harness(max_num_batched_tokens=8, long_prefill_token_threshold=8, max_long_partial_prefills=1, num_blocks=200)
+    h.submit("long", [1] * 100)
+    h.step()
+    h.submit("short", [2] * 8)
+    assert [h.step() for _ in range(2)] == [{"long": 4, "short": 4}] * 2
+
+
 def test_a_long_prompt_that_is_alone_gets_all_that_the_threshold_allows() -> None:
     h = Harness(max_num_batched_tokens=16, long_prefill_token_threshold=64, max_long_partial_prefills=1, num_blocks=200)
     h.submit("long", list(range(200)))
