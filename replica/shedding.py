@@ -17,7 +17,7 @@ from replica.admission import Refused
 from replica.messages import RefusalReason
 from replica.order import OrderPolicy, Standing, outranks
 from replica.request_book import RequestBook, key_of
-from replica.sequence import Sequence, Status
+from replica.sequence import Sequence
 from replica.waiting_queue import WaitingQueue
 
 
@@ -29,7 +29,7 @@ class Shedding:
     ) -> None:
         self._policy = policy
         self._requests = requests
-        #: fresh and blocked ones; those in the second that were scheduled before do not count
+        #: in which those wait that were never scheduled; others may be among them
         self._queues = queues
         self._cap = cap
         self._max_tokens = max_tokens
@@ -77,7 +77,7 @@ class Shedding:
             if sequence.queue_key <= newcomer[1]:
                 return
             key = key_of(sequence)
-            if sequence.status is not Status.QUEUED or key in seen:
+            if key in seen:
                 continue
             seen.add(key)
             if siblings := self._requests.untouched(sequence):

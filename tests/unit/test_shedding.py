@@ -74,6 +74,16 @@ def test_a_request_of_which_something_was_scheduled_is_not_shed() -> None:
     assert h.ends == {"q": FinishReason.SHED, "urgent": FinishReason.SHED}
 
 
+def test_a_request_of_which_something_has_ended_is_not_shed() -> None:
+    h = Harness(cap=2, max_num_seqs=1, policy="priority")
+    h.submit("begun", [1, 2], 1, priority=9, n=2)
+    h.step()
+    assert (h.running(), h.core.scheduler.num_queued) == ([], 1)
+    assert h.submit("urgent", [4], priority=0, n=2) is RefusalReason.QUEUE_FULL
+    h.run()
+    assert h.tokens["begun"] == reference([1, 2], 1) * 2
+
+
 def test_one_that_waits_for_its_grammar_is_queued_and_can_be_shed() -> None:
     h = busy(cap=1)
     h.submit("compiling", [1], priority=5, grammar="g")
