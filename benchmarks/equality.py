@@ -18,6 +18,7 @@ from replica.config import AdmissionConfig, CacheConfig, EngineConfig, Scheduler
 from replica.engine_core import EngineCore
 from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput, TokenLogprobs
 from replica.model_runner import TorchModelRunner
+from replica.step import StepPlan
 
 ROUTER = RouterId("equality")
 
@@ -54,6 +55,10 @@ class Way(msgspec.Struct, frozen=True):
     replicas: int = 1
     #: submit each request with this share of its output already there, as after the loss of a replica
     resume_at: float = 0.0
+    #: every second request comes late, one in so many steps, and is urgent
+    urgent_every: int = 0
+    #: of the scheduler
+    knobs: dict[str, Any] = {}
 
 
 WAYS = (
@@ -64,6 +69,24 @@ WAYS = (
     Way("preempted again and again", num_blocks=0, prefix_caching=True),
     Way("2 replicas", replicas=2, prefix_caching=True),
     Way("resumed half-way", resume_at=0.5, prefix_caching=True),
+    Way(
+        "displaced by urgent ones",
+        max_num_seqs=1,
+        urgent_every=20,
+        prefix_caching=True,
+        knobs={"policy": "priority", "max_preemptions": 100},
+    ),
+    Way(
+        "shortest first, victims by cost",
+        num_blocks=0,
+        prefix_caching=True,
+        knobs={"policy": "sjf", "preemption_victim": "cost"},
+    ),
+    Way(
+        "lanes",
+        token_budget=64,
+        knobs={"long_prefill_token_threshold": 24, "max_long_partial_prefills": 1, "max_partial_prefills": 2},
+    ),
 )
 
 
@@ -147,7 +170,7 @@ def make_core(way: Way, items: Sequence[Item], runner: TorchModelRunner) -> Engi
     config = EngineConfig(
         cache=CacheConfig(enable_prefix_caching=way.prefix_caching),
         scheduler=SchedulerConfig(
-            max_num_seqs=way.max_num_seqs, max_num_batched_tokens=way.token_budget, watermark=0.0
+            max_num_seqs=way.max_num_seqs, max_num_batched_tokens=way.token_budget, watermark=0.0, **way.knobs
         ),
         admission=AdmissionConfig(max_queued_requests=max(1, len(items))),
     )
@@ -163,32 +186,58 @@ def _drive(
     way: Way,
     outputs: Sequence[list[int]] | None,
 ) -> None:
-    for number in mine:
-        item = items[number]
-        done = outputs[number][: int(way.resume_at * len(outputs[number]))] if outputs and way.resume_at else []
-        sampling = msgspec.structs.replace(item.sampling, num_prompt_logprobs=None) if done else item.sampling
-        sequence = SequenceInput(0, item.prompt, sampling, list(done))
-        request = GenerateRequest(RequestId(str(number)), [sequence], order_key=(0.0, 0, float(number)))
-        reply = core.submit(ROUTER, request, 0, 0.0)
-        assert reply.refusal is None, reply.message
+    waiting = list(mine)
+    late = waiting[1::2] if way.urgent_every else []
+    for number in waiting:
+        if number not in late:
+            _submit(core, runner, items[number], number, way, outputs)
     runner.capture_logits = True
+    num_steps = 0
+    while True:
+        if late and num_steps % way.urgent_every == 0:
+            number = late.pop(0)
+            _submit(core, runner, items[number], number, way, outputs, priority=-1)
+        num_steps += 1
+        if (plan := core.schedule(0.0)) is None and not late:
+            return
+        if plan is not None:
+            _step(core, runner, plan, traces)
+
+
+def _submit(
+    core: EngineCore,
+    runner: TorchModelRunner,
+    item: Item,
+    number: int,
+    way: Way,
+    outputs: Sequence[list[int]] | None,
+    priority: int = 0,
+) -> None:
+    done = outputs[number][: int(way.resume_at * len(outputs[number]))] if outputs and way.resume_at else []
+    sampling = msgspec.structs.replace(item.sampling, num_prompt_logprobs=None) if done else item.sampling
+    sequence = SequenceInput(0, item.prompt, sampling, list(done))
+    request = GenerateRequest(RequestId(str(number)), [sequence], order_key=(0.0, priority, float(number)))
+    reply = core.submit(ROUTER, request, 0, 0.0)
+    assert reply.refusal is None, reply.message
     for grammar in core.take_wanted_grammars():
         runner.prepare_grammar(grammar)
         core.grammar_compiled(grammar, None, 0.0)
-    while (plan := core.schedule(0.0)) is not None:
-        owner = {s.seq_id: int(s.request_id) for s in core.scheduler.running}
-        result = runner.execute(plan)
-        for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
-            trace = traces[owner[seq_id]]
-            trace.tokens.append(token_id)
-            trace.logits.append(hashlib.sha256(runner.last_logits[seq_id].numpy().tobytes()).digest())
-        runner.last_logits.clear()
-        assert not result.failed, result.failed
-        for told in core.update(plan, result, 0.0).values():
-            for output in told.outputs:  # plain tokens are in `result` already
-                trace = traces[int(output.request_id)]
-                trace.logprobs += output.logprobs
-                trace.prompt_logprobs += output.prompt_logprobs
+
+
+def _step(core: EngineCore, runner: TorchModelRunner, plan: StepPlan, traces: list[Trace]) -> None:
+    owner = {s.seq_id: int(s.request_id) for s in core.scheduler.running}
+    result = runner.execute(plan)
+    for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
+        trace = traces[owner[seq_id]]
+        trace.tokens.append(token_id)
+        trace.logits.append(hashlib.sha256(runner.last_logits[seq_id].numpy().tobytes()).digest())
+    runner.last_logits.clear()
+    assert not result.failed, result.failed
+    for told in core.update(plan, result, 0.0).values():
+        for output in told.outputs:  # plain tokens are in `result` already
+            trace = traces[int(output.request_id)]
+            trace.logprobs += output.logprobs
+            trace.prompt_logprobs += output.prompt_logprobs
 
 
 def differences(reference: Sequence[Trace], other: Sequence[Trace], way: Way) -> list[str]:

@@ -47,7 +47,8 @@ RequestId = NewType("RequestId", str)
 ReplicaId = NewType("ReplicaId", str)
 RouterId = NewType("RouterId", str)
 
-#: (tenant turn, priority, arrival in seconds since the epoch): fixed by the router, sorted by in both places.
+#: (tenant turn, priority, arrival in seconds since the epoch): fixed by the router. What it means for the order is a
+#: matter of the policy (`replica/order.py`).
 OrderKey = tuple[float, int, float]
 
 
