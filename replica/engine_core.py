@@ -84,7 +84,7 @@ class EngineCore:
         refusal, message = None, ""
         try:
             packed = self._admission.check(request, (router_id, request.request_id) in self._requests, now)
-            shed = [] if request.is_returning else self._make_room(request)
+            shed = [] if request.is_returning else self._shedding.make_room(request, self._next_seq_id)
         except Refused as refused:
             self._num_refused += 1
             refusal, message = refused.reason, refused.message
@@ -109,6 +109,7 @@ class EngineCore:
         for sequence in self._requests.of((router_id, request_id)):
             if indices is not None and sequence.index not in indices:
                 continue
+            self._grammars.drop(sequence)
             self.scheduler.abort(sequence, FinishReason.ABORT, now)
             # at once, though the runner may still hold it: the id can come back in a new attempt
             self._requests.forget(sequence)
@@ -225,16 +226,9 @@ class EngineCore:
         self._departures.validate()
         self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
 
-    def _make_room(self, request: GenerateRequest) -> list[Sequence]:
-        """Who has to go. Raises Refused."""
-        # before anything is hashed, so as if nothing of it were cached; of its sequences the least urgent counts
-        work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
-        key = self.scheduler.policy.key(request.order_key, work, self._next_seq_id)
-        standing = (request.order_key[1], key)
-        return self._shedding.make_room(standing, len(request.sequences), request.num_prompt_tokens)
-
     def _end_queued(self, sequences: list[Sequence], reason: FinishReason, message: str, now: float) -> None:
         for sequence in sequences:
+            self._grammars.drop(sequence)
             self.scheduler.abort(sequence, reason, now)
             self._requests.forget(sequence)
             add_record(self._ended, Progress(sequence, [], reason, message=message))

@@ -47,6 +47,12 @@ class GrammarGate:
                 del self._compiled[next(iter(self._compiled))]
         return [s for s in self._waiting_for.pop(grammar, []) if s.status is not Status.FINISHED]
 
+    def drop(self, sequence: Sequence) -> None:
+        """It has ended, and waits for nothing any more."""
+        waiting = self._waiting_for.get(sequence.sampling.grammar, [])
+        if sequence in waiting:
+            waiting.remove(sequence)
+
     def validate(self, blocked: Iterable[Sequence]) -> None:
         """Raises AssertionError."""
         waiting = {s.seq_id for sequences in self._waiting_for.values() for s in sequences}

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from heapq import merge
 
 from replica.admission import Refused
-from replica.messages import RefusalReason
+from replica.messages import GenerateRequest, RefusalReason
 from replica.order import OrderPolicy, Standing, outranks
 from replica.request_book import RequestBook, key_of
 from replica.sequence import Sequence
@@ -38,8 +38,12 @@ class Shedding:
     def num_queued(self) -> int:
         return sum(queue.num_fresh for queue in self._queues)
 
-    def make_room(self, newcomer: Standing, num_sequences: int, num_tokens: int) -> list[Sequence]:
-        """Sequences to end so that a request of this size may be queued. Raises Refused."""
+    def make_room(self, request: GenerateRequest, seq_id: int) -> list[Sequence]:
+        """Sequences to end so that `request` may be queued. Raises Refused. Its first sequence would be `seq_id`."""
+        # before anything is hashed, so as if nothing of it were cached; of its sequences the least urgent counts
+        work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
+        newcomer = (request.order_key[1], self._policy.key(request.order_key, work, seq_id))
+        num_sequences, num_tokens = len(request.sequences), request.num_prompt_tokens
         num_queued = self.num_queued
         surplus = num_queued + num_sequences - self._cap
         num_queued_tokens = sum(queue.num_tokens for queue in self._queues)

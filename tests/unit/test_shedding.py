@@ -89,6 +89,7 @@ def test_one_that_waits_for_its_grammar_is_queued_and_can_be_shed() -> None:
     h.submit("compiling", [1], priority=5, grammar="g")
     assert h.submit("urgent", [2], priority=0) is None
     assert h.ends == {"compiling": FinishReason.SHED}
+    assert h.core._grammars._waiting_for == {"g": []}, "nothing keeps it alive"
     assert h.core.grammar_compiled("g", None, h.now) == {}
     h.core.validate()
 
