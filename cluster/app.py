@@ -52,6 +52,7 @@ def build_from(config: ClusterConfig) -> serve.Application:
             "max_pending_body_bytes": int(config.http.max_pending_body_mib * (1 << 20)),
             "body_timeout_s": config.http.body_timeout_s,
             "admin_endpoints": config.http.admin_endpoints,
+            "policy": config.scheduler.policy,
             "set_request_id_header": False,
             "version": __version__,
         },

@@ -7,6 +7,7 @@
     │   └── UnknownModelError
     ├── RefusedError                 not now: reason, retry_after_s
     │   ├── QueueFullError
+    │   ├── ShedError                it waited, and made way for more urgent work
     │   ├── NoReplicaError
     │   └── RouterBusyError          the router holds as many bytes of long bodies as it may
     ├── DeadlineExceededError        the request's own deadline, or that of a question to replicas, passed
@@ -69,6 +70,12 @@ class QueueFullError(RefusedError):
     """Every replica's queue is at its cap, and stayed there for `admission_wait_ms`."""
 
     reason = RefusalReason.QUEUE_FULL
+
+
+class ShedError(RefusedError):
+    """It was queued at a replica and had to make way for more urgent work."""
+
+    reason = RefusalReason.SHED
 
 
 class NoReplicaError(RefusedError):

@@ -92,7 +92,9 @@ class RefusalReason(enum.StrEnum):
 
 
 #: another replica would say the same
-FINAL_REFUSALS = frozenset({RefusalReason.NEVER_FITS, RefusalReason.TOO_MANY_SEQUENCES, RefusalReason.INVALID})
+FINAL_REFUSALS = frozenset(
+    {RefusalReason.NEVER_FITS, RefusalReason.TOO_MANY_SEQUENCES, RefusalReason.INVALID, RefusalReason.DEADLINE}
+)
 
 
 class Role(enum.StrEnum):

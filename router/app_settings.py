@@ -34,8 +34,8 @@ class AppSettings(BaseModel):
     default_repetition_penalty: float = Field(
         1.0, ge=0.01, le=100, description="repetition_penalty where the request names none; 1: off."
     )
-    policy: Literal["fcfs", "priority"] = Field(
-        "fcfs", description="Order of waiting requests; with fcfs a request that names a priority is refused."
+    policy: Literal["fcfs", "priority", "sjf"] = Field(
+        "fcfs", description="The replicas' order of waiting requests; a priority is refused unless it is 'priority'."
     )
     default_max_tokens: int = Field(
         16, ge=1, description="Output tokens of a completion that names no limit, as OpenAI does."

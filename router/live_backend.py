@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Mapping
 
 from replica.errors import (
+    DeadlineExceededError,
     InvalidRequestError,
     NeverFitsError,
     NoReplicaError,
     QueueFullError,
     ReplicaLostError,
+    ShedError,
     ShoalError,
     TooManySequencesError,
 )
@@ -200,13 +202,11 @@ class LiveBackend:
         # of a sequence that ended here already (a stop string) nothing counts any more, its loss least of all
         outputs = [output for output in outputs if stream.wants(output.index)]
         ends = {output.finish_reason for output in outputs}
-        if FinishReason.INVALID in ends:
-            # the client's mistake, found late: it would be the same on any other replica
-            for output in outputs:
-                if output.finish_reason is FinishReason.INVALID:
-                    self._carry_out(self.dispatcher.abort(request_id))
-                    self._end(request_id, InvalidRequestError(output.message))
-                    return
+        for output in outputs:
+            if (error := self._final_error(output, now)) is not None:  # it would be the same on any other replica
+                self._carry_out(self.dispatcher.abort(request_id))
+                self._end(request_id, error)
+                return
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
             self.dispatcher.progressed(request_id)
@@ -220,6 +220,16 @@ class LiveBackend:
             self._forget(request_id)
         elif FinishReason.MOVED in ends:
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_moved(request_id, now)])
+
+    def _final_error(self, output: SequenceOutput, now: float) -> ShoalError | None:
+        match output.finish_reason:
+            case FinishReason.INVALID:
+                return InvalidRequestError(output.message)
+            case FinishReason.DEADLINE:
+                return DeadlineExceededError(output.message)
+            case FinishReason.SHED:
+                return ShedError(output.message, self.dispatcher.retry_after_s(now))
+        return None
 
     def _on_broken(self, replica_id: ReplicaId) -> None:
         self._names.forget_replica(replica_id)
@@ -321,6 +331,8 @@ def _refusal(instruction: Refuse) -> ShoalError:
             return TooManySequencesError(instruction.message, "n")
         case RefusalReason.INVALID:
             return InvalidRequestError(instruction.message)
+        case RefusalReason.DEADLINE:
+            return DeadlineExceededError(instruction.message)
         case RefusalReason.NO_REPLICA:
             return NoReplicaError(instruction.message, instruction.retry_after_s)
         case _:

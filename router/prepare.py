@@ -150,7 +150,7 @@ def check_request(request: ChatOrCompletion, settings: AppSettings) -> int:
     check_vocabulary(list(request.logit_bias), settings.vocab_size, "logit_bias")
     if request.priority and settings.policy != "priority":
         raise InvalidRequestError(
-            f"priority is {request.priority}, but requests are served in the order of their arrival here; allowed: 0.",
+            f"priority is {request.priority}, which the policy {settings.policy!r} here does not look at; allowed: 0.",
             "priority",
         )
     if (request.truncate_prompt_tokens or 0) > settings.max_model_len:

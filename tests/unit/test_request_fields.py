@@ -211,7 +211,7 @@ def test_echo_of_a_chat_is_the_last_message_of_an_assistant(messages: list[Any],
 
 
 def test_only_arrival_counts_with_fcfs() -> None:
-    refused(lambda: check_request(chat(priority=1), settings()), "priority", "order of their arrival")
+    refused(lambda: check_request(chat(priority=1), settings()), "priority", "policy 'fcfs'")
     assert prepared(chat(priority=0)).generate.order_key == (0.0, 0, 5.0)
     assert prepared(chat(priority=-3), policy="priority").generate.order_key == (0.0, -3, 5.0)
 
