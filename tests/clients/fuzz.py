@@ -11,6 +11,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from pathlib import Path
@@ -49,7 +50,8 @@ def main() -> int:
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", f"{options.url}/openapi.json", "--no-color"]
     command += ["--checks", CHECKS, "--phases", "examples,coverage,fuzzing", "--continue-on-failure"]
     command += ["--max-examples", str(options.examples), "--seed", str(options.seed), "--request-timeout", "60"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with tempfile.TemporaryDirectory() as folder:  # it leaves a cache where it runs
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
     print(done.stdout)
     calls = re.search(r"(\d+) generated", done.stdout)
     failures = re.search(r"(\d+) (?:unique )?failures?", done.stdout)
