@@ -48,6 +48,8 @@ class GrammarChecker:
                 self._known.move_to_end(grammar)
                 return known
             reason = self._ask(grammar)
+            if reason == TOO_MUCH:
+                return reason  # perhaps the machine was busy: the next one who asks gets a fresh look
             self._known[grammar] = reason
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.popitem(last=False)
