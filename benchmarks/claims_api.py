@@ -19,20 +19,16 @@ import aiohttp
 
 from benchmarks import prompt_flood, servers
 from benchmarks.claims import Measured, Skip, claim
+from benchmarks.claims_line import MODEL, differing
 from benchmarks.load import Answer, ask, percentiles
-
-MODEL = "smollm2-135m-instruct"
 
 
 @claim("api.equal")
 def equal(full: bool) -> Iterator[tuple[str, Measured]]:
     """Penalised, biased, banned and grammar-constrained requests: how many differ between our ways of computing."""
-    from benchmarks.equality import make_ruled_items, measure_ways
+    from benchmarks.equality import make_ruled_items
 
-    items = make_ruled_items(48, 64) if full else make_ruled_items(12, 12)
-    for dtype in ("bfloat16", "float32"):
-        different, note = measure_ways(MODEL, dtype, items)
-        yield dtype, Measured(len(different), "requests differ", 0, note="; ".join([note, *different[:3]]))
+    yield from differing(make_ruled_items(48, 64) if full else make_ruled_items(12, 12))
 
 
 @claim("api.cases")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.claims import Measured, claim
 from benchmarks.engine_cost import admit_cost, best, churn_cost, decode_cost, describe
+from benchmarks.servers import VLLM_ENV
 
 #: what was measured of vLLM 0.32 when the bounds were set: us per request and step; ms for 32,768 tokens
 VLLM_STEP_US, VLLM_ADMIT_MS, VLLM_LOOKUP_MS = 8.2, 4.7, 0.98
@@ -22,21 +23,13 @@ class Rival:
     """`benchmarks/engine_rival.py` in vLLM's environment: one question a line, so that rounds can alternate."""
 
     def __init__(self, peers: str) -> None:
-        env = {
-            **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "TRANSFORMERS_OFFLINE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "DO_NOT_TRACK": "1",
-            "VLLM_TARGET_DEVICE": "cpu",
-        }
         script = Path(__file__).with_name("engine_rival.py")
         self._process = subprocess.Popen(
             [f"{peers}/venv/bin/python", str(script), f"{peers}/smollm2"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env=env,
+            env={**os.environ, **VLLM_ENV},
             text=True,
         )
 

@@ -7,12 +7,16 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks import servers, serving
 from benchmarks.claims import Measured, Skip, claim
 from benchmarks.load import Workload, ask, run_load
+
+if TYPE_CHECKING:
+    from benchmarks.equality import Item
 
 MODEL = "smollm2-135m-instruct"
 
@@ -42,9 +46,15 @@ def start(full: bool) -> Iterator[tuple[str, Measured]]:
 @claim("line.equal")
 def equal(full: bool) -> Iterator[tuple[str, Measured]]:
     """Requests whose tokens or logits differ in any bit between our own ways of computing."""
-    from benchmarks.equality import make_items, measure_ways
+    from benchmarks.equality import make_items
 
-    items = make_items(40, 64) if full else make_items(12, 12)
+    yield from differing(make_items(40, 64) if full else make_items(12, 12))
+
+
+def differing(items: Sequence[Item]) -> Iterator[tuple[str, Measured]]:
+    """How many of `items` differ between our ways of computing, in each number type."""
+    from benchmarks.equality import measure_ways
+
     for dtype in ("bfloat16", "float32"):
         different, note = measure_ways(MODEL, dtype, items)
         yield dtype, Measured(len(different), "requests differ", 0, note="; ".join([note, *different[:3]]))

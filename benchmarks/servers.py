@@ -19,6 +19,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+#: vLLM for CPU that asks nobody and tells nobody
+VLLM_ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_TARGET_DEVICE": "cpu",
+}
+
+
 class Server:
     """A child process that answers HTTP on `url`. Use as a context manager."""
 
@@ -98,11 +108,7 @@ def vllm(log_dir: Path, *args: str) -> Server | None:
         preload.insert(0, str(tcmalloc))
     env = {
         **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_TARGET_DEVICE": "cpu",
+        **VLLM_ENV,
         "VLLM_CPU_KVCACHE_SPACE": "4",
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
         "LD_PRELOAD": ":".join(preload),

@@ -50,9 +50,9 @@ class LogprobReader:
         self._log_total = float(np.log(np.exp(shifted).sum(dtype=np.float64))) + float(row.max())
         self._top = _top_ids(row, num_top)
 
-    def read(self, token_id: int, value: float | None = None) -> TokenLogprobs:
-        """Of `token_id`; `value` is its logit where the row has been changed since."""
-        logit = float(self._row[token_id]) if value is None else value
+    def read(self, token_id: int) -> TokenLogprobs:
+        """Of `token_id`."""
+        logit = float(self._row[token_id])
         rank = int(np.count_nonzero(self._row > logit)) + 1
         top = [float(self._row[i]) - self._log_total for i in self._top]
         return TokenLogprobs(logit - self._log_total, rank, list(self._top), top)
@@ -124,37 +124,26 @@ class SequenceRules:
             self._matcher.consume(list(output))
         self._vocab_size = vocab_size
         self._reader: LogprobReader | None = None
-        self._raw: Row | None = None
+        #: at every position, where `min_tokens` is over after some
+        self._always_changes = bool(
+            self._penalises
+            or sampling.logit_bias
+            or sampling.allowed_token_ids
+            or sampling.grammar
+            or sampling.bad_words
+        )
 
     def is_active(self, num_output: int) -> bool:
         """False once nothing is left to do: `min_tokens` alone is over after that many tokens."""
-        return (
-            num_output < self._sampling.min_tokens
-            or self._sampling.num_logprobs is not None
-            or self._penalises
-            or len(self._bias) > 0
-            or self._allowed is not None
-            or self._matcher is not None
-            or bool(self._sampling.bad_words)
-        )
-
-    @property
-    def _changes_logits(self) -> bool:
-        return (
-            self._penalises
-            or len(self._bias) > 0
-            or self._allowed is not None
-            or self._matcher is not None
-            or len(self._held_back) > 0
-            or bool(self._sampling.bad_words)
-        )
+        sampling = self._sampling
+        return self._always_changes or sampling.num_logprobs is not None or num_output < sampling.min_tokens
 
     def apply(self, row: Row, output: Ids) -> None:
         """Change the logits `row` [vocab] in place. Raises GrammarError when no token is left."""
         sampling = self._sampling
         if sampling.num_logprobs is not None:
-            self._raw = row.copy() if self._changes_logits else row
-            self._reader = LogprobReader(self._raw, sampling.num_logprobs)
+            raw = row.copy() if self._always_changes or len(self._held_back) else row
+            self._reader = LogprobReader(raw, sampling.num_logprobs)
         if len(self._bias):
             row[self._bias_ids] += self._bias
         if self._penalises:
@@ -169,7 +158,7 @@ class SequenceRules:
             self._matcher.consume([token_id])
         if self._reader is None:
             return None
-        logprobs, self._reader, self._raw = self._reader.read(token_id), None, None
+        logprobs, self._reader = self._reader.read(token_id), None
         return logprobs
 
     def _mask(self, output: Ids) -> NDArray[np.bool_] | None:

@@ -376,4 +376,3 @@ def _sentence(model: type[BaseModel], body: Mapping[str, Any], error: Validation
 
 
 ChatOrCompletion = ChatRequest | CompletionRequest
-Endpoint = Literal["chat", "completion"]

@@ -324,24 +324,6 @@ def render_chat(request: ChatRequest | TokenizeRequest, codec: TextCodec) -> str
     return plan_chat(request, codec)[0]
 
 
-def encode_checked(
-    text: str, codec: TextCodec, settings: AppSettings, param: str, add_special_tokens: bool
-) -> list[int]:
-    """Token ids of one prompt; a text that cannot possibly fit is refused before it is tokenized.
-
-    Raises `NeverFitsError`, or `InvalidRequestError` when the text has no tokens.
-    """
-    longest = codec.max_bytes_per_token
-    if longest and len(text) >= settings.max_model_len:  # cheap look first: no token is less than a byte
-        least = -(-len(text.encode("utf-8")) // longest)
-        _check_length(least, settings.max_model_len, param, at_least=True)
-    token_ids = codec.encode(text, add_special_tokens)
-    if not token_ids:
-        raise InvalidRequestError(f"{param} has no tokens; allowed: at least one.", param)
-    _check_length(len(token_ids), settings.max_model_len, param)
-    return token_ids
-
-
 def _body_grammar(constraint: Constraint | None, codec: TextCodec, against: ReasonAgainst) -> str:
     """The grammar of `response_format` or `structured_outputs`; empty without one. Raises `InvalidRequestError`."""
     if constraint is None:
@@ -391,8 +373,14 @@ def _completion_prompts(
 def _encode_prompt(
     text: str, request: ChatOrCompletion, codec: TextCodec, settings: AppSettings, param: str
 ) -> list[int]:
-    if request.truncate_prompt_tokens is None:
-        return encode_checked(text, codec, settings, param, request.add_special_tokens)
+    """Token ids of one prompt. A text that cannot possibly fit, and is not to be cut, is refused before tokenizing.
+
+    Raises `NeverFitsError`, or `InvalidRequestError` when the text has no tokens.
+    """
+    longest, may_be_cut = codec.max_bytes_per_token, request.truncate_prompt_tokens is not None
+    if longest and not may_be_cut and len(text) >= settings.max_model_len:  # cheap: no token is less than a byte
+        least = -(-len(text.encode("utf-8")) // longest)
+        _check_length(least, settings.max_model_len, param, at_least=True)
     token_ids = _truncated(codec.encode(text, request.add_special_tokens), request, settings)
     if not token_ids:
         raise InvalidRequestError(f"{param} has no tokens; allowed: at least one.", param)

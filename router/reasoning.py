@@ -26,11 +26,6 @@ class ReasoningSplitter:
         """Whether the text that comes next is reasoning, as far as can be known."""
         return self._state in ("thought_begin", "thought") or (self._state == "begin" and self._begins_inside)
 
-    @property
-    def is_over(self) -> bool:
-        """All that comes is content."""
-        return self._state == "answer"
-
     def push(self, text: str) -> tuple[str, str]:
         """New text of the choice."""
         if self._state == "answer":
