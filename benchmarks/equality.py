@@ -27,6 +27,7 @@ from replica.config import (
 from replica.engine_core import EngineCore
 from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput, TokenLogprobs
 from replica.model_runner import TorchModelRunner
+from replica.progress import SchedulerCounters
 from replica.step import StepPlan
 
 ROUTER = RouterId("equality")
@@ -47,6 +48,18 @@ class Trace(msgspec.Struct):
     #: what the client would be told beside the tokens
     logprobs: list[TokenLogprobs] = []
     prompt_logprobs: list[TokenLogprobs] = []
+
+
+class Tally(msgspec.Struct):
+    """What a way went through, so that one that never came to its point shows."""
+
+    preemptions: int = 0
+    #: guesses that came true
+    accepted_tokens: int = 0
+
+    def add(self, counters: SchedulerCounters) -> None:
+        self.preemptions += counters.preemptions
+        self.accepted_tokens += counters.accepted_tokens
 
 
 class Way(msgspec.Struct, frozen=True):
@@ -90,6 +103,14 @@ WAYS = (
         num_blocks=0,
         prefix_caching=True,
         knobs={"policy": "sjf", "preemption_victim": "cost"},
+    ),
+    Way("guessed ahead", prefix_caching=True, knobs={"num_speculative_tokens": 8, "speculative_ngram": 1}),
+    Way(
+        "guessed ahead, preempted, in chunks",
+        num_blocks=0,
+        token_budget=200,
+        prefix_caching=True,
+        knobs={"num_speculative_tokens": 5, "speculative_ngram": 2},
     ),
     Way(
         "lanes",
@@ -153,10 +174,10 @@ _SCHEMA = """{"type": "object", "additionalProperties": false, "required": ["nam
 
 def run_way(
     way: Way, items: Sequence[Item], runners: Sequence[TorchModelRunner], outputs: Sequence[list[int]] | None = None
-) -> tuple[list[Trace], int]:
-    """Traces of all items, and how many preemptions it took. `outputs`: earlier tokens, for ways that resume."""
+) -> tuple[list[Trace], Tally]:
+    """Traces of all items, and what it took. `outputs`: earlier tokens, for ways that resume."""
     traces = [Trace() for _ in items]
-    preemptions = 0
+    tally = Tally()
     for part in range(way.replicas):
         mine = range(part, len(items), way.replicas)
         core = make_core(way, items, runners[part])
@@ -165,8 +186,8 @@ def run_way(
         _drive(core, runners[part], items, mine, traces, way, outputs)
         core.validate()
         assert core.num_unfinished == 0
-        preemptions += core.scheduler.counters.preemptions
-    return traces, preemptions
+        tally.add(core.scheduler.counters)
+    return traces, tally
 
 
 def make_core(way: Way, items: Sequence[Item], runner: TorchModelRunner) -> EngineCore:
@@ -238,8 +259,8 @@ def _step(core: EngineCore, runner: TorchModelRunner, plan: StepPlan, traces: li
     result = runner.execute(plan)
     for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
         trace = traces[owner[seq_id]]
-        trace.tokens.append(token_id)
-        trace.logits.append(hashlib.sha256(runner.last_logits[seq_id].numpy().tobytes()).digest())
+        trace.tokens += [token_id, *result.more.get(seq_id, [])]
+        trace.logits += [hashlib.sha256(row.tobytes()).digest() for row in runner.last_logits[seq_id].numpy()]
     runner.last_logits.clear()
     assert not result.failed, result.failed
     for told in core.update(plan, result, 0.0).values():
@@ -277,12 +298,14 @@ def measure_ways(model: str, dtype: DType, items: Sequence[Item]) -> tuple[list[
     runners = [TorchModelRunner(config, folder) for _ in range(2)]
     reference, _ = run_way(WAYS[0], items, runners)
     outputs = [trace.tokens for trace in reference]
-    preemptions, different = 0, []
+    preemptions, accepted, different = 0, 0, list[str]()
     for way in WAYS[1:]:
-        traces, count = run_way(way, items, runners, outputs)
+        traces, tally = run_way(way, items, runners, outputs)
         different += differences(reference, traces, way)
-        preemptions += count
+        preemptions += tally.preemptions
+        accepted += tally.accepted_tokens
     for runner in runners:
         runner.close()
     lengths = f"{len(items)} prompts x {max(len(tokens) for tokens in outputs)} tokens"
-    return different, f"{lengths}, {len(WAYS)} ways, {preemptions} preemptions"
+    took = f"{preemptions} preemptions, {accepted} tokens guessed rightly"
+    return different, f"{lengths}, {len(WAYS)} ways, {took}"

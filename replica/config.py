@@ -78,6 +78,12 @@ class SchedulerConfig(FrozenModel):
     shed_above_queued_tokens: int = Field(
         0, ge=0, description="Queued tokens above which the last in order is refused or shed (503); 0: no limit."
     )
+    num_speculative_tokens: int = Field(
+        0, ge=0, le=64, description="Most tokens guessed ahead of a sequence by looking up its own text; 0: none."
+    )
+    speculative_ngram: int = Field(
+        3, ge=1, le=16, description="Tokens that must have stood in this order before, for what followed to be a guess."
+    )
     preemption_victim: Literal["policy", "cost"] = Field(
         "policy", description="Who is put back for blocks: the last in order, or who has least to compute again."
     )

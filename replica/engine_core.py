@@ -209,6 +209,8 @@ class EngineCore:
                 "preemptions": counters.preemptions,
                 "displaced": counters.displaced,
                 "recomputed_tokens": counters.recomputed_tokens,
+                "drafted_tokens": counters.drafted_tokens,
+                "accepted_tokens": counters.accepted_tokens,
                 "prefix_cache_queries": blocks.query_tokens,
                 "prefix_cache_hits": blocks.hit_tokens,
                 "evictions": blocks.num_evictions,

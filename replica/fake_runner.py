@@ -147,14 +147,18 @@ class FakeModelRunner:
         seq_ids, token_ids = [], []
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        more: dict[int, list[int]] = {}
         for seq_id, start, count in zip(plan.seq_ids, plan.num_computed, plan.num_scheduled, strict=True):
             known = self._known[seq_id]
-            state = self._write(known, start, count)
-            if start + count == len(known.token_ids):
+            drafts = plan.drafts.get(seq_id, [])
+            state = self._write(known, start, count - len(drafts))
+            if start + count - len(drafts) == len(known.token_ids):
                 token_id = self._choose(known, state)
                 known.token_ids.append(token_id)
                 seq_ids.append(seq_id)
                 token_ids.append(token_id)
+                if drafts:
+                    more[seq_id] = self._judge(known, drafts)
                 if known.sampling.num_logprobs is not None:
                     logprobs[seq_id] = self._logprobs(token_id, known.sampling.num_logprobs)
             num_top = known.sampling.num_prompt_logprobs
@@ -162,7 +166,21 @@ class FakeModelRunner:
                 told = known.token_ids[start + 1 : min(start + count, known.num_prompt_tokens - 1) + 1]
                 prompt_logprobs[seq_id] = [self._logprobs(token_id, num_top) for token_id in told]
         duration_s = self.cost.step_s(plan)
-        return StepResult(plan.step, seq_ids, token_ids, duration_s, logprobs, prompt_logprobs)
+        return StepResult(plan.step, seq_ids, token_ids, duration_s, logprobs, prompt_logprobs, more=more)
+
+    def _judge(self, known: _Known, drafts: list[int]) -> list[int]:
+        """The tokens that follow, one for each draft that came true. All drafts leave their KV, as on a device."""
+        start = len(known.token_ids) - 1
+        first = known.token_ids.pop()
+        known.token_ids += drafts
+        states = [self._write(known, position, 1) for position in range(start, start + len(drafts))]
+        del known.token_ids[start:]
+        known.token_ids.append(first)
+        for draft, state in zip(drafts, states, strict=True):
+            if known.token_ids[-1] != draft:
+                break
+            known.token_ids.append(self._choose(known, state))
+        return known.token_ids[start + 1 :]
 
     def prepare_grammar(self, grammar: str) -> None:
         """There are no logits that a grammar could mask. Raises InvalidRequestError."""

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from replica.errors import EngineError, InvalidRequestError
 from replica.grammar import GrammarCompiler, GrammarError
 from replica.sampler import uniform
-from replica.sampling_rules import SequenceRules, has_rules
+from replica.sampling_rules import SequenceRules
 from replica.step import NewSequence, StepPlan
 
 Ints = NDArray[np.int32]
@@ -29,7 +29,7 @@ class InputBatch:
     seq_start: Ints  # [num_seqs + 1] first token row of each sequence
     seq_slot: Ints  # [num_seqs] row in block_tables
     block_tables: Ints  # [all slots, blocks]
-    sampled: NDArray[np.intp]  # [num_chosen] which sequences of the plan sample
+    sampled: NDArray[np.intp]  # [num_chosen] which sequences of the plan sample; one with drafts stands here for each
     sample_rows: Ints  # [num_samples >= num_chosen] token rows whose logits are wanted; those that sample come first
     temperature: NDArray[np.float32]  # [num_chosen], 0 is greedy
     top_k: Ints  # [num_chosen], 0 is off
@@ -39,6 +39,8 @@ class InputBatch:
     #: sample index, rules, output so far: of the sequences whose logits are changed or told about before the choice
     ruled: tuple[tuple[int, SequenceRules, Ints], ...] = ()
     prompt_rows: tuple[PromptRows, ...] = ()
+    #: of the sequences with drafts: first sample index, drafts
+    drafted: tuple[tuple[int, Ints], ...] = ()
 
     @property
     def num_chosen(self) -> int:
@@ -138,7 +140,7 @@ class SequenceStore:
         self._min_p[slot] = sampling.min_p
         self._top_k[slot] = sampling.top_k
         self._seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
-        if has_rules(sampling):
+        if sampling.has_rules:
             self._add_rules(slot, new)
 
     def _add_rules(self, slot: int, new: NewSequence) -> None:
@@ -187,7 +189,9 @@ class SequenceStore:
         scheduled = np.asarray(plan.num_scheduled, np.int64)
         end = computed + scheduled
         known = self._num_tokens[slots]
-        self._check(plan, end, known, self._num_blocks_of[slots] * self._block_size, scheduled)
+        num_drafts = self._write_drafts(plan) if plan.drafts else None
+        reach = known if num_drafts is None else known + num_drafts
+        self._check(plan, end, reach, self._num_blocks_of[slots] * self._block_size, scheduled)
         seq_start = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(scheduled, out=seq_start[1:])
         if len(slots) == seq_start[-1]:  # every sequence computes one token
@@ -196,11 +200,15 @@ class SequenceStore:
             slot_of = np.repeat(slots, scheduled)
             positions = np.arange(seq_start[-1]) + np.repeat(computed - seq_start[:-1], scheduled)
         block, offset = np.divmod(positions, self._block_size)
-        sampled = np.flatnonzero(end == known)
-        who = slots[sampled]
-        output_positions = known[sampled] - self._num_prompt[who]
-        temperature = self._temperature[who]
+        sampled = np.flatnonzero(end == reach)
         sample_rows = seq_start[1:][sampled] - np.int32(1)
+        drafted: tuple[tuple[int, Ints], ...] = ()
+        if num_drafts is not None:
+            sampled, sample_rows, drafted = _with_drafts(plan, sampled, num_drafts, seq_start)
+        who = slots[sampled]
+        # behind position p stands output number p + 1 - num_prompt, drafts and known tokens alike
+        output_positions = positions[sample_rows] + 1 - self._num_prompt[who]
+        temperature = self._temperature[who]
         prompt_rows = self._prompt_rows(plan, slots, len(sampled)) if self._rules else ()
         if prompt_rows:
             sample_rows = np.concatenate(
@@ -222,7 +230,27 @@ class SequenceStore:
             uniform=uniform(self._seed[who], output_positions) if temperature.any() else np.zeros(len(who)),
             ruled=self._ruled(who) if self._rules else (),
             prompt_rows=tuple(rows for _, _, rows in prompt_rows),
+            drafted=drafted,
         )
+
+    def _write_drafts(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Put drafts behind the known tokens, where the next ones may overwrite them. Returns how many each sequence of
+        the plan has. Raises EngineError.
+        """
+        counts = np.zeros(len(plan.seq_ids), np.int64)
+        for i, seq_id in enumerate(plan.seq_ids):
+            if (drafts := plan.drafts.get(seq_id)) is None:
+                continue
+            slot, tokens = self._slot(seq_id), np.asarray(drafts, np.int64)
+            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+                raise EngineError(f"sequence {seq_id}: drafts need token ids within 0..{self._vocab_size - 1}")
+            start = int(self._num_tokens[slot])
+            if plan.num_computed[i] != start - 1 or plan.num_scheduled[i] != len(tokens) + 1:
+                raise EngineError(f"sequence {seq_id} has {len(tokens)} drafts, but is not at its last known token")
+            self._reserve_tokens(start + len(tokens) + 1)
+            self._tokens[slot, start : start + len(tokens)] = tokens
+            counts[i] = len(tokens)
+        return counts
 
     def _check(
         self,
@@ -266,14 +294,43 @@ class SequenceStore:
                 first += end - start
         return found
 
-    def append(self, batch: InputBatch, tokens: NDArray[np.int32]) -> None:
-        """Add the sampled tokens to their sequences."""
-        slots = batch.seq_slot[batch.sampled]
-        at = self._num_tokens[slots]
+    def append(self, batch: InputBatch, tokens: NDArray[np.int32]) -> NDArray[np.intp]:
+        """Add the sampled tokens to their sequences. Returns the sample indices of those that count: behind a rejected
+        draft nothing does.
+        """
+        kept = np.arange(len(tokens))
+        at = batch.positions[batch.sample_rows[: len(tokens)]].astype(np.int64) + 1
+        if batch.drafted:
+            counts = np.ones(len(tokens), np.bool_)
+            for first, drafts in batch.drafted:
+                wrong = np.flatnonzero(tokens[first : first + len(drafts)] != drafts)
+                if len(wrong):
+                    counts[first + wrong[0] + 1 : first + len(drafts) + 1] = False
+            kept = np.flatnonzero(counts)
+            at, tokens = at[kept], tokens[kept]
         if len(at):
             self._reserve_tokens(int(at.max()) + 1)
+        slots = batch.seq_slot[batch.sampled[kept]]
         self._tokens[slots, at] = tokens
-        self._num_tokens[slots] = at + 1
+        self._num_tokens[slots] = at + 1  # of several of one sequence the last one counts, and that is the largest
+        return kept
+
+
+def _with_drafts(
+    plan: StepPlan, sampled: NDArray[np.intp], num_drafts: NDArray[np.int64], seq_start: Ints
+) -> tuple[NDArray[np.intp], Ints, tuple[tuple[int, Ints], ...]]:
+    """Each of `sampled` once for its last known token and once for each draft: the sequences, their token rows, and
+    (first sample index, drafts) of those that have some.
+    """
+    rows_of = num_drafts[sampled] + 1
+    first = np.cumsum(rows_of) - rows_of
+    repeated = np.repeat(sampled, rows_of)
+    rows = np.arange(len(repeated)) - np.repeat(first + rows_of, rows_of) + seq_start[1:][repeated]
+    drafted = tuple(
+        (int(first[i]), np.asarray(plan.drafts[plan.seq_ids[sampled[i]]], np.int32))
+        for i in np.flatnonzero(rows_of > 1).tolist()
+    )
+    return repeated, rows.astype(np.int32), drafted
 
 
 def _widened(array: Ints, width: int) -> Ints:

@@ -143,6 +143,22 @@ class SamplingParams(_Message, frozen=True):
     #: a grammar in llguidance's notation that the output follows; empty: none. Ends the sequence when it is complete.
     grammar: str = ""
 
+    @property
+    def has_rules(self) -> bool:
+        """True if any token needs more than the sampler (`replica/sampling_rules.py`)."""
+        return bool(
+            self.min_tokens
+            or self.num_logprobs is not None
+            or self.num_prompt_logprobs is not None
+            or self.repetition_penalty != 1
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.logit_bias
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.grammar
+        )
+
 
 class SequenceInput(_Message, frozen=True):
     """One token stream of a request. `output_token_ids` is not empty when a stream is resumed."""

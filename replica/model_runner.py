@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from replica.config import EngineConfig, resolve
 from replica.errors import ConfigError, EngineError, ModelLoadError
@@ -58,9 +60,9 @@ class TorchModelRunner:
             self._grammars,
         )
         self._store = SequenceStore(*self._store_arguments)
-        #: when True, `last_logits` gets a copy of the logits of every sequence that samples (for tests)
+        #: when True, `last_logits` gets a copy of the logits of every token that a sequence gets (for tests)
         self.capture_logits = False
-        #: seq_id -> float32 logits [vocab] it last sampled from
+        #: seq_id -> float32 logits [tokens of the step, vocab]; more than one with accepted drafts
         self.last_logits: dict[int, torch.Tensor] = {}
         self._closed = False
         #: outcome of the start-up self-test; None when it was not run
@@ -127,22 +129,40 @@ class TorchModelRunner:
         if not plan.seq_ids:
             return StepResult(plan.step, [], [], time.perf_counter() - started)
         batch = self._store.assemble(plan)
-        seq_ids = [plan.seq_ids[i] for i in batch.sampled]
         if batch.ruled or batch.prompt_rows or self._store.failed:
-            result = self._choose_by_rules(plan, batch, seq_ids)
+            result = self._choose_by_rules(plan, batch)
         else:
             tokens, logits = self._decoder.forward(batch)
-            self._capture(seq_ids, logits)
-            self._store.append(batch, tokens)
-            result = StepResult(plan.step, seq_ids, tokens.tolist())
+            result = self._take(plan, batch, tokens, logits)
         return msgspec.structs.replace(result, duration_s=time.perf_counter() - started)
 
-    def _choose_by_rules(self, plan: StepPlan, batch: InputBatch, seq_ids: list[int]) -> StepResult:
+    def _take(self, plan: StepPlan, batch: InputBatch, tokens: NDArray[np.int32], logits: torch.Tensor) -> StepResult:
+        """The chosen tokens as a result, drafts judged."""
+        kept = self._store.append(batch, tokens)
+        owners = [plan.seq_ids[i] for i in batch.sampled[kept].tolist()]
+        if self.capture_logits:
+            rows: dict[int, list[int]] = {}
+            for row, seq_id in zip(kept.tolist(), owners, strict=True):
+                rows.setdefault(seq_id, []).append(row)
+            self.last_logits.update({seq_id: logits[of_one].clone() for seq_id, of_one in rows.items()})
+        if not batch.drafted:
+            return StepResult(plan.step, owners, tokens.tolist())
+        first: dict[int, int] = {}
+        more: dict[int, list[int]] = {}
+        for seq_id, token_id in zip(owners, tokens[kept].tolist(), strict=True):
+            if seq_id in first:
+                more.setdefault(seq_id, []).append(token_id)
+            else:
+                first[seq_id] = token_id
+        return StepResult(plan.step, list(first), list(first.values()), more=more)
+
+    def _choose_by_rules(self, plan: StepPlan, batch: InputBatch) -> StepResult:
         """The step in three: logits, what rules make of them, the choice. A rule that cannot be kept ends its own
         sequence only.
         """
         _, logits = self._decoder.forward(batch)
         rows = logits.numpy()
+        seq_ids = [plan.seq_ids[i] for i in batch.sampled]
         failed = {seq_id: why for seq_id, why in self._store.failed.items() if seq_id in plan.seq_ids}
         told = {
             part.seq_id: prompt_logprobs(
@@ -159,7 +179,6 @@ class TorchModelRunner:
                 logger.exception("the rules of sequence %d failed", seq_ids[index])
                 failed[seq_ids[index]] = "The rules of this request could not be applied."
         tokens = self._decoder.choose(batch)
-        self._capture(seq_ids, logits)
         logprobs: dict[int, TokenLogprobs] = {}
         for index, rules, _ in batch.ruled:
             if seq_ids[index] in failed:
@@ -169,20 +188,17 @@ class TorchModelRunner:
                     logprobs[seq_ids[index]] = entry
             except GrammarError as error:
                 failed[seq_ids[index]] = _cannot_go_on(error)
-        self._store.append(batch, tokens)
-        kept = [(seq_id, token) for seq_id, token in zip(seq_ids, tokens.tolist(), strict=True) if seq_id not in failed]
-        return StepResult(
-            plan.step,
-            [i for i, _ in kept],
-            [t for _, t in kept],
+        result = self._take(plan, batch, tokens, logits)
+        chosen = zip(result.seq_ids, result.token_ids, strict=True)
+        kept = [(seq_id, token_id) for seq_id, token_id in chosen if seq_id not in failed]
+        return msgspec.structs.replace(
+            result,
+            seq_ids=[seq_id for seq_id, _ in kept],
+            token_ids=[token_id for _, token_id in kept],
             logprobs=logprobs,
             prompt_logprobs=told,
             failed=failed,
         )
-
-    def _capture(self, seq_ids: list[int], logits: torch.Tensor) -> None:
-        if self.capture_logits:
-            self.last_logits.update({seq_id: logits[i].clone() for i, seq_id in enumerate(seq_ids)})
 
     def prepare_grammar(self, grammar: str) -> None:
         """See `replica.step.ModelRunner`."""

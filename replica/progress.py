@@ -24,6 +24,9 @@ class SchedulerCounters(msgspec.Struct):
     #: of these, those that made way for a more urgent one
     displaced: int = 0
     recomputed_tokens: int = 0
+    #: guesses that were computed, and those of them that came true
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     admitted: int = 0
     #: seconds between submit and first schedule, summed over admitted sequences
     queue_time_s: float = 0.0

@@ -25,22 +25,6 @@ Row = NDArray[np.float32]
 Ids = NDArray[np.int32]
 
 
-def has_rules(sampling: SamplingParams) -> bool:
-    """True if any token of the sequence needs more than the sampler."""
-    return bool(
-        sampling.min_tokens
-        or sampling.num_logprobs is not None
-        or sampling.num_prompt_logprobs is not None
-        or sampling.repetition_penalty != 1
-        or sampling.presence_penalty
-        or sampling.frequency_penalty
-        or sampling.logit_bias
-        or sampling.allowed_token_ids
-        or sampling.bad_words
-        or sampling.grammar
-    )
-
-
 class LogprobReader:
     """The distribution of one row [vocab] before anything touched it."""
 

@@ -9,7 +9,8 @@ One step, in order (vLLM's v1 model with deliberate changes, marked *):
 4. If nothing was preempted for blocks: waiting sequences in the order of their turn (`replica/step_admission.py`).
    Admission reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only
    while something runs.
-5. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
+5. Tokens that are left over go to guesses of what running sequences say next (`replica/speculation.py`)*.
+6. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
 
 `schedule` and `update` alternate; between them the runner works, and `add` and `abort` may be called at any time.
 """
@@ -28,6 +29,7 @@ from replica.prefill_lanes import PrefillLanes
 from replica.progress import Progress, SchedulerCounters, StepProgress
 from replica.running_set import Decodes, RunningSet
 from replica.sequence import Sequence, Status
+from replica.speculation import Speculation
 from replica.step import StepPlan, StepResult
 from replica.step_admission import StepAdmission
 from replica.step_budget import StepBudget
@@ -59,7 +61,8 @@ class Scheduler:
         )
         self._dropped: list[int] = []
         self._in_step: InStep | None = None
-        self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
+        self._speculation = Speculation(config, blocks, self.running, self.counters)
+        self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._speculation, self._finish)
 
     @property
     def has_work(self) -> bool:
@@ -110,6 +113,7 @@ class Scheduler:
         decodes = self._schedule_running(budget)
         if self.counters.preemptions == num_preemptions:
             self._admission.admit(budget, now)
+            self._speculation.draft(decodes, budget, self._admission.keep_free)
         members = InStep(decodes, budget.chunks)
         if not members and not self._dropped:
             return None

@@ -71,7 +71,7 @@ def _run(
             computed[i] += count
         for i in result.seq_ids:
             known[i] += 1
-            logits[i].append(runner.last_logits[i])
+            logits[i].append(runner.last_logits[i][0])
         step += 1
     runner.execute(StepPlan(step, [], [], [], dropped=list(prompts)))
     return logits

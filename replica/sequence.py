@@ -15,6 +15,7 @@ from replica.messages import FinishReason, OrderKey, RequestId, RouterId, Sampli
 
 if TYPE_CHECKING:
     from replica.running_set import RunningSet
+    from replica.speculation import Drafter
 
 
 class Status(enum.Enum):
@@ -39,6 +40,7 @@ class Sequence:
         "abort_reason",
         "block_hashes",
         "block_ids",
+        "drafter",
         "finish_reason",
         "finished_at",
         "first_scheduled_at",
@@ -114,6 +116,8 @@ class Sequence:
         #: leading blocks whose hash is registered (or found) in the prefix cache
         self.num_blocks_committed = 0
         self.known_to_runner = False
+        #: guesses its next tokens; None until the first guess
+        self.drafter: Drafter | None = None
         self.abort_reason: FinishReason | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None

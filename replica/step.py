@@ -30,6 +30,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     The runner computes tokens `[num_computed, num_computed + num_scheduled)` of each, and samples one token for
     exactly those sequences whose interval ends at their last known token. It appends that token to its own copy.
     Order of work: `dropped` first, then `new`, then `new_block_ids`, then the computation.
+
+    A sequence with drafts is at its last known token; its interval goes on over the drafts as if they were known. A
+    token is sampled behind each position, and taken as long as all before it equal their drafts: at least one, at most
+    one more than there are drafts. Whatever KV the rejected ones left is computed again by later steps.
     """
 
     step: int
@@ -41,6 +45,8 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     new_block_ids: dict[int, list[int]] = {}
     #: sequences to forget: finished, aborted or preempted since the last plan
     dropped: list[int] = []
+    #: seq_id -> guesses of what follows its last known token (`replica/speculation.py`); counted in `num_scheduled`
+    drafts: dict[int, list[int]] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +70,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
     #: seq_id -> why it cannot go on, though nothing is wrong with the device; it is then not in `seq_ids`
     failed: dict[int, str] = {}
+    #: seq_id -> the tokens after its first one, as many as drafts were accepted
+    more: dict[int, list[int]] = {}
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):

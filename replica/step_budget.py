@@ -11,6 +11,7 @@ class StepBudget:
     """Tokens left in a step, and the plan so far. Decides nothing about order."""
 
     __slots__ = (
+        "_drafts",
         "_new",
         "_new_blocks",
         "_num_computed",
@@ -34,6 +35,7 @@ class StepBudget:
         self._num_scheduled: list[int] = []
         self._new: list[NewSequence] = []
         self._new_blocks: dict[int, list[int]] = {}
+        self._drafts: dict[int, list[int]] = {}
 
     def allow_whole(self, num_uncomputed: int) -> None:
         """Chunked prefill is off: the step becomes as long as this prompt needs."""
@@ -48,6 +50,17 @@ class StepBudget:
         self._num_computed = num_computed
         self._num_scheduled = [1] * len(seq_ids)
         self._new_blocks = new_blocks
+
+    def spend_drafts(self, position: int, drafts: list[int], new_blocks: list[int]) -> None:
+        """Plan `drafts` behind the one token of the decode at `position`, whose block table covers them with
+        `new_blocks`.
+        """
+        seq_id = self._seq_ids[position]
+        self.tokens_left -= len(drafts)
+        self._num_scheduled[position] += len(drafts)
+        self._drafts[seq_id] = drafts
+        if new_blocks:
+            self._new_blocks[seq_id] = self._new_blocks.get(seq_id, []) + new_blocks
 
     def spend_prompt(self, sequence: Sequence) -> None:
         """Plan the next piece of the prompt of `sequence`, whose block table already covers it. It may get nothing."""
@@ -83,4 +96,5 @@ class StepBudget:
             new=self._new,
             new_block_ids=self._new_blocks,
             dropped=dropped,
+            drafts=self._drafts,
         )

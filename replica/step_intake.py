@@ -17,6 +17,7 @@ from replica.messages import FinishReason
 from replica.progress import Progress, SchedulerCounters, StepProgress
 from replica.running_set import Decodes, RunningSet
 from replica.sequence import Sequence
+from replica.speculation import Speculation
 from replica.step import StepPlan, StepResult
 
 #: ends a sequence: frees its blocks and takes it out of its queue
@@ -46,12 +47,14 @@ class StepIntake:
         running: RunningSet,
         counters: SchedulerCounters,
         eos_token_ids: tuple[int, ...],
+        speculation: Speculation,
         finish: Finish,
     ) -> None:
         self._blocks = blocks
         self._running = running
         self._counters = counters
         self._eos = frozenset(eos_token_ids)
+        self._speculation = speculation
         self._finish = finish
 
     def take(self, members: InStep, plan: StepPlan, result: StepResult, now: float) -> StepProgress:
@@ -66,7 +69,7 @@ class StepIntake:
             decodes, counts = decodes.only(mask), [1] * len(apart) + counts
         num_decodes = len(decodes)
         assert result.seq_ids[:num_decodes] == decodes.seq_ids, "the result is not in plan order"
-        progress = self._take_decodes(decodes, result.token_ids[:num_decodes], result, now)
+        progress = self._take_decodes(decodes, result.token_ids[:num_decodes], plan, result, now)
         sampled = dict(zip(result.seq_ids[num_decodes:], result.token_ids[num_decodes:], strict=True))
         for sequence, num_tokens in zip([*apart, *members.chunks], counts, strict=True):
             token_id = sampled.get(sequence.seq_id)
@@ -78,32 +81,54 @@ class StepIntake:
         """End a sequence that cannot go on as it was asked for, here or elsewhere; `message` is for the client."""
         return self._end(sequence, FinishReason.INVALID, now, message)
 
-    def _take_decodes(self, decodes: Decodes, token_ids: list[int], result: StepResult, now: float) -> StepProgress:
+    def _take_decodes(
+        self, decodes: Decodes, token_ids: list[int], plan: StepPlan, result: StepResult, now: float
+    ) -> StepProgress:
         positions = self._running.advance(decodes, token_ids)
         self._counters.generation_tokens += len(token_ids)
+        if plan.drafts:
+            guessed = [i for i, seq_id in enumerate(decodes.seq_ids) if seq_id in plan.drafts]
+            positions = sorted({*positions, *guessed})
         if not self._eos.isdisjoint(token_ids):
             positions = sorted({*positions, *(i for i, token_id in enumerate(token_ids) if token_id in self._eos)})
         others: list[Progress] = []
         is_plain = np.ones(len(decodes), np.bool_)
         for position, row in zip(positions, decodes.rows[positions].tolist(), strict=True):
-            if item := self._look(self._running.owner(row), token_ids[position], result, now):
+            if item := self._look(self._running.owner(row), token_ids[position], plan, result, now):
                 others.append(item)
                 is_plain[position] = False
         if others:
             decodes, token_ids = decodes.only(is_plain), list(compress(token_ids, is_plain.tolist()))
         return StepProgress(decodes, token_ids, others)
 
-    def _look(self, sequence: Sequence, token_id: int, result: StepResult, now: float) -> Progress | None:
+    def _look(
+        self, sequence: Sequence, token_id: int, plan: StepPlan, result: StepResult, now: float
+    ) -> Progress | None:
         """A decode that has been advanced already. None: there is no more to tell than the token."""
         if sequence.abort_reason is not None:
             self._counters.generation_tokens -= 1  # nobody gets it
             return self._end(sequence, sequence.abort_reason, now)
         is_first = sequence.first_token_at is None
         reason = self._take_token(sequence, token_id, now)
+        token_ids = [token_id]
+        if drafts := plan.drafts.get(sequence.seq_id):
+            more = result.more.get(sequence.seq_id, [])
+            self._speculation.judge(sequence, len(drafts), len(more))
+            while reason is None and len(token_ids) <= len(more):
+                token_id = more[len(token_ids) - 1]
+                token_ids.append(token_id)
+                reason = self._take_accepted(sequence, token_id, now)
         logprobs = result.logprobs.get(sequence.seq_id)
-        if reason is None and logprobs is None and not is_first:
+        if reason is None and logprobs is None and not is_first and len(token_ids) == 1:
             return None
-        return Progress(sequence, [token_id], reason, [logprobs] if logprobs else [], is_first=is_first)
+        return Progress(sequence, token_ids, reason, [logprobs] if logprobs else [], is_first=is_first)
+
+    def _take_accepted(self, sequence: Sequence, token_id: int, now: float) -> FinishReason | None:
+        """Its last known token was a draft that came true, so it is computed; `token_id` follows."""
+        sequence.num_computed_tokens += 1
+        sequence.append(token_id)
+        self._counters.generation_tokens += 1
+        return self._take_token(sequence, token_id, now)
 
     def _take_chunk(
         self, sequence: Sequence, num_tokens: int, token_id: int | None, result: StepResult, now: float

@@ -60,6 +60,8 @@ _COUNTERS = (
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "prefix_cache_hits"),
     ("vllm:prompt_tokens_cached", "Prompt tokens found in the prefix cache.", _NUM_CACHED),
     ("shoal_recomputed_tokens", "Tokens computed again after a preemption.", "recomputed_tokens"),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead and computed.", "drafted_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came true.", "accepted_tokens"),
     ("shoal_evictions", "Cached blocks reused for other content.", "evictions"),
     ("shoal_prefix_cache_resets", "Times the prefix cache was emptied on request.", "prefix_cache_resets"),
     ("shoal_engine_prompt_tokens", "Prompt tokens of scheduled sequences.", _NUM_PROMPT_TOKENS),

@@ -76,7 +76,7 @@ class Driver:
                 computed[i] += count
             for i, token in zip(result.seq_ids, result.token_ids, strict=True):
                 self.tokens[i].append(token)
-                self.logits[i].append(self.runner.last_logits[i])
+                self.logits[i].append(self.runner.last_logits[i][0])
                 known[i] += 1
                 left[i] -= 1
         self.runner.execute(StepPlan(0, [], [], [], dropped=ids))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from replica.errors import InvalidRequestError
 from replica.grammar import GrammarCompiler, GrammarError
 from replica.messages import SamplingParams
-from replica.sampling_rules import LogprobReader, SequenceRules, has_rules, prompt_logprobs
+from replica.sampling_rules import LogprobReader, SequenceRules, prompt_logprobs
 
 VOCAB = 40
 EOS = (39,)
@@ -152,8 +152,8 @@ def test_prompt_logprobs_pair_each_row_with_the_token_that_follows() -> None:
 
 
 def test_plain_sampling_has_no_rules() -> None:
-    assert not has_rules(SamplingParams(8, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(3,)))
-    assert not has_rules(SamplingParams(8, ignore_eos=True))
+    assert not SamplingParams(8, temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, stop_token_ids=(3,)).has_rules
+    assert not SamplingParams(8, ignore_eos=True).has_rules
 
 
 # ---- grammars ----
