@@ -95,6 +95,23 @@ def lookup(full: bool) -> Iterator[tuple[str, Measured]]:
     yield from _admission(full, "lookup", 0.5, VLLM_LOOKUP_MS, ("lookup",))
 
 
+@claim("engine.guess")
+def guess(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Tokens per second with prompt lookup over without, real model, bfloat16; the output has to be the same."""
+    from benchmarks import guessing
+
+    streams = (1, 4, 16) if full else (1,)
+    for found in guessing.measure(("copy", "free"), streams, rounds=5 if full else 3):
+        note = (
+            f"{found.lowest:.2f} to {found.highest:.2f}; {found.acceptance:.0%} of the guesses came true, "
+            f"{found.tokens_per_step:.2f} tokens a stream and step"
+        )
+        bound = 1.2 if found.task == "copy" and found.num_streams == 1 else None
+        name = f"{found.task}.c{found.num_streams}"
+        yield name, Measured(found.gain, "x the speed", bound, at_most=False, note=note)
+        yield f"{name}.equal", Measured(float(found.is_equal), "equal outputs", 1.0, at_most=False)
+
+
 def _admission(
     full: bool, name: str, bound: float, vllm_then: float, parts: tuple[str, ...]
 ) -> Iterator[tuple[str, Measured]]:

@@ -84,6 +84,11 @@ class SchedulerConfig(FrozenModel):
     speculative_ngram: int = Field(
         3, ge=1, le=16, description="Tokens that must have stood in this order before, for what followed to be a guess."
     )
+    speculative_max_step_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Guesses are added to a step only up to so many tokens in all. auto: 12 on CPU, 256 on GPU.",
+    )
     preemption_victim: Literal["policy", "cost"] = Field(
         "policy", description="Who is put back for blocks: the last in order, or who has least to compute again."
     )
@@ -165,6 +170,7 @@ def resolve(config: EngineConfig, hardware: Hardware, replicas_on_node: int = 1)
     if dtype == "auto":
         dtype = "bfloat16" if hardware.has_bfloat16 else "float32"
     budget = config.scheduler.max_num_batched_tokens or (256 if on_cpu else 2048)
+    with_guesses = config.scheduler.speculative_max_step_tokens or (12 if on_cpu else 256)
     threads = config.parallel.num_threads or max(1, hardware.num_cores // replicas_on_node)
     gib = config.cache.kv_cache_gib
     if gib is None:
@@ -173,7 +179,9 @@ def resolve(config: EngineConfig, hardware: Hardware, replicas_on_node: int = 1)
         update={
             "model": config.model.model_copy(update={"dtype": dtype}),
             "cache": config.cache.model_copy(update={"kv_cache_gib": gib}),
-            "scheduler": config.scheduler.model_copy(update={"max_num_batched_tokens": budget}),
+            "scheduler": config.scheduler.model_copy(
+                update={"max_num_batched_tokens": budget, "speculative_max_step_tokens": with_guesses}
+            ),
             "parallel": config.parallel.model_copy(update={"num_threads": threads}),
         }
     )

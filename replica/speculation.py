@@ -85,6 +85,7 @@ class Speculation:
     ) -> None:
         self._most = config.num_speculative_tokens
         self._ngram = config.speculative_ngram
+        self._max_step_tokens = config.speculative_max_step_tokens
         self._blocks = blocks
         self._running = running
         self._counters = counters
@@ -93,18 +94,21 @@ class Speculation:
         """Guess for those of `decodes`, already in `budget`, that may. At least `keep_free` blocks stay free."""
         if not self._most:
             return
+        room = budget.tokens_left
+        if self._max_step_tokens is not None:
+            room = min(room, self._max_step_tokens - budget.num_tokens)
         for position, row in enumerate(decodes.rows.tolist()):
-            if budget.tokens_left < 1:
+            if room < 1:
                 return
             sequence = self._running.owner(row)
             # one token more than was guessed may come of it
-            most = min(self._most, budget.tokens_left, sequence.max_total_tokens - sequence.num_tokens - 1)
+            most = min(self._most, room, sequence.max_total_tokens - sequence.num_tokens - 1)
             if most < 1 or sequence.sampling.has_rules or sequence.first_token_at is None:
                 continue
             if sequence.drafter is None:
                 sequence.drafter = Drafter()
             if drafts := sequence.drafter.propose(sequence.token_ids, self._ngram, most):
-                self._plan(sequence, position, drafts, budget, keep_free)
+                room -= self._plan(sequence, position, drafts, budget, keep_free)
 
     def judge(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """What the runner made of the drafts of `sequence`."""
@@ -113,15 +117,16 @@ class Speculation:
         self._counters.drafted_tokens += num_drafted
         self._counters.accepted_tokens += num_accepted
 
-    def _plan(self, sequence: Sequence, position: int, drafts: list[int], budget: StepBudget, keep_free: int) -> None:
-        """As many of `drafts` as have a block."""
+    def _plan(self, sequence: Sequence, position: int, drafts: list[int], budget: StepBudget, keep_free: int) -> int:
+        """As many of `drafts` as have a block; returns how many."""
         blocks = self._blocks
         room = (len(sequence.block_ids) + max(0, blocks.num_free - keep_free)) * blocks.block_size
         drafts = drafts[: room - sequence.num_tokens]
         if not drafts:
-            return
+            return 0
         new_blocks = blocks.grow(sequence, sequence.num_tokens + len(drafts))
         assert new_blocks is not None
         if new_blocks:
             self._running.cover(sequence)
         budget.spend_drafts(position, drafts, new_blocks)
+        return len(drafts)

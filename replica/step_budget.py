@@ -62,6 +62,11 @@ class StepBudget:
         if new_blocks:
             self._new_blocks[seq_id] = self._new_blocks.get(seq_id, []) + new_blocks
 
+    @property
+    def num_tokens(self) -> int:
+        """Planned so far."""
+        return sum(self._num_scheduled)
+
     def spend_prompt(self, sequence: Sequence) -> None:
         """Plan the next piece of the prompt of `sequence`, whose block table already covers it. It may get nothing."""
         num_uncomputed = sequence.num_uncomputed_tokens

@@ -109,6 +109,21 @@ def test_guesses_preempt_nobody_and_leave_the_last_tokens_of_a_step_to_prompts()
     assert harness.tokens["talking"] == reference([0, 1] * 4, 200)
 
 
+def test_guesses_fill_a_step_only_up_to_their_limit() -> None:
+    harness = speculating(8, ngram=1, speculative_max_step_tokens=5, num_blocks=200)
+    for number in range(3):
+        harness.submit(f"{number}", [0, 1] * 4, 60)
+    seen = set()
+    while (plan := harness.plan()) is not None:
+        if plan.drafts:
+            assert plan.num_tokens <= 5
+            seen.add(plan.num_tokens - len(plan.seq_ids))
+        harness.finish(plan)
+    assert 2 in seen
+    for number in range(3):
+        assert harness.tokens[f"{number}"] == reference([0, 1] * 4, 60)
+
+
 def test_without_free_blocks_there_are_fewer_guesses_and_no_preemption() -> None:
     alone = speculating(num_blocks=9)
     alone.submit("a", [0, 1] * 4, 28)  # 36 tokens are 9 blocks of 4
