@@ -59,6 +59,11 @@ class SchedulerConfig(FrozenModel):
     max_num_batched_tokens: int | None = Field(
         None, ge=1, description="Token budget of a step. auto: 256 on CPU, 2048 on GPU."
     )
+    tpot_target_ms: float = Field(
+        0,
+        ge=0,
+        description="Time per output token to keep: prompts get fewer tokens of a step beside running streams; 0: off.",
+    )
     enable_chunked_prefill: bool = Field(True, description="Off: a prompt is computed in one step, however long.")
     long_prefill_token_threshold: int = Field(
         0,

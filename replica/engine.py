@@ -72,6 +72,8 @@ class Engine:
         self._failure: BaseException | None = None
         self._compilations: set[asyncio.Task[None]] = set()
         self._num_failed_steps = 0
+        #: when the runner was last free; None: it had nothing to do since
+        self._last_step_end: float | None = None
 
     async def start(self) -> None:
         """Load the model, then step whenever there is work. Raises what loading raises."""
@@ -210,9 +212,12 @@ class Engine:
         outputs: RouterOutputs = {}
         try:
             while True:
+                began = time.perf_counter()
                 plan = self.core.schedule(self._clock())
+                planned_s = time.perf_counter() - began
                 self._publish_ended()
                 if plan is None:
+                    self._last_step_end = None
                     self._publish(outputs)
                     outputs = {}
                     if not self.core.num_unfinished:
@@ -220,7 +225,7 @@ class Engine:
                     self._wake.clear()
                     await self._wake.wait()
                     continue
-                outputs = await self._step(plan, outputs)
+                outputs = await self._step(plan, outputs, planned_s)
                 if self._num_failed_steps >= MAX_FAILED_STEPS:
                     raise EngineError(f"the last {self._num_failed_steps} steps failed")
         except asyncio.CancelledError:
@@ -230,9 +235,12 @@ class Engine:
             self._failure = error
             self._end_of_loop(outputs)
 
-    async def _step(self, plan: StepPlan, previous: RouterOutputs) -> RouterOutputs:
-        """Start `plan`, send what the step before gave while it computes, then take in its result."""
+    async def _step(self, plan: StepPlan, previous: RouterOutputs, planned_s: float) -> RouterOutputs:
+        """Start `plan`, send what the step before gave while it computes, then take in its result. Planning took
+        `planned_s`.
+        """
         self._step_started_at = time.monotonic()
+        began = self._last_step_end or time.perf_counter() - planned_s
         future = self._runner.execute(plan)
         self._publish(previous)
         try:
@@ -240,11 +248,16 @@ class Engine:
         except Exception:
             logger.exception("step %d failed; its %d sequences end with an error", plan.step, len(plan.seq_ids))
             self._num_failed_steps += 1
+            self._last_step_end = None
             return self.core.fail_step(self._clock())
         finally:
             self._step_started_at = None
         self._num_failed_steps = 0
-        return self.core.update(plan, result, self._clock())
+        ended = self._last_step_end = time.perf_counter()
+        outputs = self.core.update(plan, result, self._clock())
+        scheduler_s = planned_s + time.perf_counter() - ended
+        self.core.step_times.add(result.duration_s, scheduler_s, ended - began)
+        return outputs
 
     def _end_of_loop(self, unpublished: RouterOutputs) -> None:
         """Nothing will be computed here any more: tell every router, and give everything back."""

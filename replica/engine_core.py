@@ -30,6 +30,7 @@ from replica.scheduler import Scheduler
 from replica.sequence import Sequence
 from replica.shedding import Shedding
 from replica.step import RunnerInfo, StepPlan, StepResult
+from replica.step_times import StepTimes
 
 
 class EngineCore:
@@ -45,6 +46,8 @@ class EngineCore:
         )
         self._admission = Admission(info, config.admission.max_queued_requests)
         self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
+        #: for the shell to fill
+        self.step_times = StepTimes()
         self._requests = RequestBook()
         self._shedding = Shedding(
             self.scheduler.policy,
@@ -187,6 +190,7 @@ class EngineCore:
         waiting = (scheduler.queued, scheduler.returning, scheduler.blocked)
         counters = scheduler.counters
         num_context = scheduler.running.num_context_tokens
+        num_used = blocks.num_blocks - blocks.num_free
         return ReplicaLoad(
             num_queued=scheduler.num_queued,
             num_returning=sum(map(len, waiting)) - scheduler.num_queued,
@@ -220,9 +224,17 @@ class EngineCore:
                 "waiting_for_grammar": len(scheduler.blocked),
                 "max_queued": self._max_queued_seen,
                 "queue_time_s": counters.queue_time_s,
+                "scheduled_sequences": counters.scheduled_sequences,
+                "model_s": self.step_times.model_s,
+                "scheduler_s": self.step_times.scheduler_s,
+                "between_steps_s": self.step_times.between_s,
                 **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
             },
             step_token_counts=counters.step_token_counts.copy(),
+            step_sequence_counts=counters.step_sequence_counts.copy(),
+            step_second_counts=self.step_times.counts.copy(),
+            oldest_wait_s=scheduler.oldest_wait_s(now),
+            kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
         )
 
     def validate(self) -> None:

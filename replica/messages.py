@@ -40,6 +40,9 @@ GRAMMAR_LIMITS: dict[str, int] = {
 }
 #: upper bounds of the buckets of `ReplicaLoad.step_token_counts`, in tokens of a step; vLLM's
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+#: the same for `ReplicaLoad.step_sequence_counts`, in sequences, and `ReplicaLoad.step_second_counts`, in seconds
+STEP_SEQUENCE_BOUNDS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+STEP_SECOND_BOUNDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 #: longest grammar in bytes
 MAX_GRAMMAR_BYTES = 256 << 10
 
@@ -210,6 +213,13 @@ class ReplicaLoad(_Message, frozen=True):
     counters: dict[str, float] = {}
     #: steps by their number of tokens: one count a bound of `STEP_TOKEN_BOUNDS`, the last for longer ones; only grow
     step_token_counts: list[int] = []
+    #: steps by the sequences in them, and by their duration; only grow
+    step_sequence_counts: list[int] = []
+    step_second_counts: list[int] = []
+    #: how long the one that waits longest (queued or returning) has been waiting
+    oldest_wait_s: float = 0.0
+    #: slots of the running sequences' blocks without a token, over all slots of referenced blocks
+    kv_fragmentation: float = 0.0
 
 
 class TokenLogprobs(_Message, frozen=True):
@@ -225,8 +235,43 @@ class TokenLogprobs(_Message, frozen=True):
     top_logprobs: list[float] = []
 
 
+class WaitCause(enum.StrEnum):
+    """What a sequence lacked when it was its turn to be scheduled."""
+
+    BLOCKS = "blocks"
+    #: of the prompts that may be under way at once
+    LANE = "lane"
+    #: tokens of a step, with chunked prefill off
+    BUDGET = "budget"
+    #: all `max_num_seqs` were taken
+    SEATS = "seats"
+
+
+class PreemptionCause(enum.StrEnum):
+    """Why a running sequence was put back."""
+
+    BLOCKS = "blocks"
+    #: a more urgent one took its place
+    DISPLACED = "displaced"
+
+
+class Chunk(_Message, frozen=True):
+    """A piece of a prompt."""
+
+    step: int
+    num_tokens: int
+
+
+class Preempted(_Message, frozen=True):
+    """One preemption. `at` is in seconds since the epoch."""
+
+    at: float
+    cause: PreemptionCause
+    num_lost_tokens: int
+
+
 class Stages(_Message, frozen=True):
-    """Where the time of an ended sequence went on its last replica, in seconds, between the instants: submitted, first
+    """Where the time of a sequence went on its last replica, in seconds, between the instants: submitted, first
     scheduled, first token, last token. None: it did not get so far.
     """
 
@@ -234,6 +279,18 @@ class Stages(_Message, frozen=True):
     prefill_s: float | None = None
     decode_s: float | None = None
     num_preemptions: int = 0
+    #: of `queued_s`, the time in which it was its turn and there was no room
+    no_room_s: float = 0.0
+    #: what was missing last in that time
+    waited_for: WaitCause | None = None
+    #: of `prefill_s` and `decode_s`, the time in which it was put back
+    put_back_s: float = 0.0
+    #: the first ones of `num_chunks`
+    chunks: list[Chunk] = []
+    num_chunks: int = 0
+    preemptions: list[Preempted] = []
+    #: how many were admitted past it while it did not fit
+    num_passes: int = 0
 
 
 class SequenceOutput(_Message, frozen=True):

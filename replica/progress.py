@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replica.messages import STEP_TOKEN_BOUNDS, FinishReason, TokenLogprobs
+from replica.messages import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, FinishReason, TokenLogprobs
 from replica.running_set import Decodes
 from replica.sequence import Sequence
 
@@ -16,6 +16,9 @@ class SchedulerCounters(msgspec.Struct):
     scheduled_tokens: int = 0
     #: by `STEP_TOKEN_BOUNDS`
     step_token_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_TOKEN_BOUNDS) + 1))
+    scheduled_sequences: int = 0
+    #: by `STEP_SEQUENCE_BOUNDS`
+    step_sequence_counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(STEP_SEQUENCE_BOUNDS) + 1))
     prompt_tokens: int = 0
     #: of `prompt_tokens`, those found in the prefix cache
     cached_prompt_tokens: int = 0

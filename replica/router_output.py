@@ -61,9 +61,19 @@ def add_columns(outputs: RouterOutputs, plain: Decodes, token_ids: list[int], ru
 def stages(sequence: Sequence) -> Stages:
     """Where its time went so far."""
     first, token, end = sequence.first_scheduled_at, sequence.first_token_at, sequence.finished_at
+    record = sequence.record
+    until = first if first is not None else end
+    since = record.room_wait_since
     return Stages(
         queued_s=None if first is None else first - sequence.submitted_at,
         prefill_s=None if first is None or token is None else token - first,
         decode_s=None if token is None or end is None else end - token,
         num_preemptions=sequence.num_preemptions,
+        no_room_s=0.0 if since is None or until is None else until - since,
+        waited_for=record.waited_for,
+        put_back_s=record.put_back_s,
+        chunks=record.chunks.copy(),
+        num_chunks=record.num_chunks,
+        preemptions=record.preemptions.copy(),
+        num_passes=sequence.num_passes,
     )

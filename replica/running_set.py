@@ -100,6 +100,11 @@ class RunningSet:
     def num_known_tokens(self) -> int:
         return int(self.num_tokens.sum())
 
+    @property
+    def num_unfilled_slots(self) -> int:
+        """Of their blocks, slots that hold no token yet."""
+        return int(self.room.sum() - self.num_computed.sum())
+
     def is_owned(self, row: int) -> bool:
         return self._by_row[row] is not None
 
@@ -135,7 +140,7 @@ class RunningSet:
         position = int((order == row).argmax())
         order[position : count - 1] = order[position + 1 :].copy()
         del self._sequences[position], self._seq_ids[position], self._token_lists[position]
-        self.num_tokens[row] = self.num_computed[row] = 0
+        self.num_tokens[row] = self.num_computed[row] = self.room[row] = 0
         self.in_step[row] = False
         self._routers.drop(sequence.router_id)
         self._by_row[row] = None
@@ -237,7 +242,7 @@ class RunningSet:
             self.look_at[row] = look_at
         for row in self._free_rows:
             assert self._by_row[row] is None, f"row {row} is free and owned"
-            counts = (self.num_tokens[row], self.num_computed[row], self.in_step[row])
+            counts = (self.num_tokens[row], self.num_computed[row], self.room[row], self.in_step[row])
             assert not any(counts), f"row {row} is free and holds {counts}"
         self._routers.validate([sequence.router_id for sequence in self])
 

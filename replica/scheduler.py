@@ -22,7 +22,7 @@ from itertools import chain
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
-from replica.messages import STEP_TOKEN_BOUNDS, FinishReason
+from replica.messages import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, FinishReason, PreemptionCause
 from replica.order import QueueKey, make_policy
 from replica.preemption import VictimChoice, take_back_by
 from replica.prefill_lanes import PrefillLanes
@@ -34,7 +34,8 @@ from replica.step import StepPlan, StepResult
 from replica.step_admission import StepAdmission
 from replica.step_budget import StepBudget
 from replica.step_intake import InStep, StepIntake
-from replica.waiting_queue import WaitingQueue
+from replica.step_pace import StepPace
+from replica.waiting_queue import WaitClock, WaitingQueue
 
 
 class Scheduler:
@@ -53,6 +54,7 @@ class Scheduler:
         #: waiting sequences that may not run yet, because their grammar is being compiled
         self.blocked = WaitingQueue()
         self.running = RunningSet(blocks.block_size, blocks.is_caching)
+        self._wait_clock = WaitClock()
         self.counters = SchedulerCounters()
         self._victims = VictimChoice(config, self.policy, blocks)
         self._take_back = take_back_by(config.preemption_mode, blocks)
@@ -61,6 +63,7 @@ class Scheduler:
         )
         self._dropped: list[int] = []
         self._in_step: InStep | None = None
+        self.pace = StepPace(config.tpot_target_ms / 1000)
         self._speculation = Speculation(config, blocks, self.running, self.counters)
         self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._speculation, self._finish)
 
@@ -74,6 +77,16 @@ class Scheduler:
         return len(self.queued) + self.blocked.num_fresh
 
     @property
+    def num_waiting(self) -> int:
+        """Queued and returning, blocked ones included."""
+        return len(self.queued) + len(self.returning) + len(self.blocked)
+
+    def oldest_wait_s(self, now: float) -> float:
+        """Of the one that waits longest; 0: nobody waits."""
+        since = self._wait_clock.oldest()
+        return 0.0 if since is None else max(0.0, now - since)
+
+    @property
     def has_news_for_runner(self) -> bool:
         """True if the runner still holds sequences that are gone."""
         return bool(self._dropped)
@@ -83,6 +96,7 @@ class Scheduler:
         sequence.queue_key = self._key(sequence)
         queue = self.blocked if is_blocked else self._queue_of(sequence)
         queue.push(sequence)
+        self._wait_clock.begin(sequence, self.num_waiting)
 
     def unblock(self, sequence: Sequence) -> None:
         """It may run now; its place is the one its order key gives it."""
@@ -108,9 +122,9 @@ class Scheduler:
         """The next step, or None when there is nothing to compute and nothing to tell the runner."""
         assert not self._in_step, "update() the last step first"
         budget = StepBudget(self._max_batched, self._lanes())
-        self._displace()
+        self._displace(now)
         num_preemptions = self.counters.preemptions
-        decodes = self._schedule_running(budget)
+        decodes = self._schedule_running(budget, now)
         if self.counters.preemptions == num_preemptions:
             self._admission.admit(budget, now)
             self._speculation.draft(decodes, budget, self._admission.keep_free)
@@ -125,12 +139,16 @@ class Scheduler:
         if num_tokens := plan.num_tokens:
             self.counters.scheduled_tokens += num_tokens
             self.counters.step_token_counts[bisect_left(STEP_TOKEN_BOUNDS, num_tokens)] += 1
+            self.counters.scheduled_sequences += len(members)
+            self.counters.step_sequence_counts[bisect_left(STEP_SEQUENCE_BOUNDS, len(members))] += 1
         return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> StepProgress:
         """Take in what the runner computed for `plan`: who got a token or ended."""
         members, self._in_step = self._in_step, None
         assert members is not None, "schedule() a step first"
+        num_decodes = len(members.decodes)
+        self.pace.learn(num_decodes, plan.num_tokens - num_decodes, result.duration_s)
         return self._intake.take(members, plan, result, now)
 
     def fail_step(self, now: float) -> list[Progress]:
@@ -179,15 +197,16 @@ class Scheduler:
         assert {s.row for s in self.running if s.in_step} == set(members), "who is in the step is not clear"
         self._blocks.validate(everyone)
 
-    def _schedule_running(self, budget: StepBudget) -> Decodes:
+    def _schedule_running(self, budget: StepBudget, now: float) -> Decodes:
         everyone, prefills = self.running.split()
         decodes = everyone.first(budget.tokens_left)
         num_preemptions = self.counters.preemptions
-        new_blocks = self._grow(decodes)
+        new_blocks = self._grow(decodes, now)
         if self.counters.preemptions != num_preemptions:
             decodes = self.running.still(decodes)
         if decodes:
             budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist(), new_blocks)
+            budget.limit(self.pace.limit(len(decodes), budget.tokens_left))
         if budget.lanes.has_long_lane and self._has_short_prompt(prefills):
             budget.lanes.share(budget.tokens_left)
         for sequence in prefills:
@@ -210,14 +229,14 @@ class Scheduler:
             s.num_tokens <= threshold for s in chain(self.returning, self.queued)
         )
 
-    def _displace(self) -> None:
+    def _displace(self, now: float) -> None:
         """Whose turn it is may take the place of less urgent ones that run."""
         if not self.policy.has_classes or not self.running or (urgent := self._admission.first()) is None:
             return
         victims = self._victims.for_urgent(urgent, self.running, self._config.max_num_seqs, self._admission.keep_free)
         if victims and self._has_lane(urgent, victims):
             for victim in victims:
-                self._preempt(victim)
+                self.preempt(victim, PreemptionCause.DISPLACED, now)
             self.counters.displaced += len(victims)
 
     def _has_lane(self, urgent: Sequence, leaving: list[Sequence]) -> bool:
@@ -230,7 +249,7 @@ class Scheduler:
         num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
         return lanes.is_open or lanes.has_place(num_uncached, self._max_batched)
 
-    def _grow(self, decodes: Decodes) -> dict[int, list[int]]:
+    def _grow(self, decodes: Decodes, now: float) -> dict[int, list[int]]:
         """Blocks for one token more, for those who need one: one decode in `block_size`. Returns what each got."""
         new_blocks: dict[int, list[int]] = {}
         for row in self.running.without_room(decodes):
@@ -240,7 +259,7 @@ class Scheduler:
             while (grown := self._blocks.grow(sequence, sequence.num_tokens)) is None:
                 victim = self._victims.for_blocks(sequence, self.running)
                 new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
-                self._preempt(victim)
+                self.preempt(victim, PreemptionCause.BLOCKS, now)
                 if victim is sequence:
                     break
             else:
@@ -248,9 +267,11 @@ class Scheduler:
                 new_blocks[sequence.seq_id] = grown
         return new_blocks
 
-    def _preempt(self, victim: Sequence) -> None:
+    def preempt(self, victim: Sequence, cause: PreemptionCause, now: float) -> None:
+        """Take the blocks of a running sequence that is in no step; it waits as returning, at its old place."""
         assert not victim.in_step, f"{victim} is already part of the step"
         self.running.remove(victim)
+        victim.record.put_back(cause, victim.num_computed_tokens, now)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
         self._take_back(victim)
         self._forget_at_runner(victim)
@@ -259,6 +280,7 @@ class Scheduler:
         victim.status = Status.RETURNING
         victim.queue_key = self._key(victim)
         self.returning.push(victim)
+        self._wait_clock.begin(victim, self.num_waiting)
 
     def _key(self, sequence: Sequence) -> QueueKey:
         work = 0

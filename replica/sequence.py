@@ -12,6 +12,7 @@ import msgspec
 
 from replica.block_hash import chain_hashes
 from replica.messages import FinishReason, OrderKey, RequestId, RouterId, SamplingParams, TokenLogprobs
+from replica.sequence_record import SequenceRecord
 
 if TYPE_CHECKING:
     from replica.running_set import RunningSet
@@ -57,6 +58,7 @@ class Sequence:
         "order_key",
         "prompt_logprobs",
         "queue_key",
+        "record",
         "request_id",
         "root",
         "router_id",
@@ -122,6 +124,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | None = None
         self.submitted_at = now
+        self.record = SequenceRecord(now)
         self.first_scheduled_at: float | None = None
         self.first_token_at: float | None = None
         self.finished_at: float | None = None

@@ -15,6 +15,7 @@ import enum
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
+from replica.messages import WaitCause
 from replica.order import OrderPolicy, outranks
 from replica.progress import SchedulerCounters
 from replica.running_set import RunningSet
@@ -92,6 +93,13 @@ class _Verdict(enum.Enum):
     NO_BUDGET = enum.auto()
 
 
+_MISSING = {
+    _Verdict.NO_LANE: WaitCause.LANE,
+    _Verdict.NO_BLOCKS: WaitCause.BLOCKS,
+    _Verdict.NO_BUDGET: WaitCause.BUDGET,
+}
+
+
 class StepAdmission:
     """Moves sequences from the waiting queues to the running set, and plans their first chunk."""
 
@@ -127,9 +135,12 @@ class StepAdmission:
         """As many as places, tokens and blocks allow."""
         turns = Turns(self._returning, self._queued, self._policy)
         look_past = LookPast(self._config.admission_look_past, self._config.max_head_passes)
-        while budget.tokens_left and len(self._running) < self._config.max_num_seqs:
+        while budget.tokens_left:
             sequence = turns.current()
             if sequence is None:
+                return
+            if len(self._running) >= self._config.max_num_seqs:
+                sequence.record.found_no_room(WaitCause.SEATS, now)
                 return
             verdict = self._try(sequence, budget)
             if verdict is _Verdict.JOINS:
@@ -137,7 +148,9 @@ class StepAdmission:
                 self._join(sequence, budget, now)
                 if not look_past.passed():
                     return
-            elif verdict is _Verdict.NO_LANE or (verdict is _Verdict.NO_BLOCKS and look_past.may_pass(sequence)):
+                continue
+            sequence.record.found_no_room(_MISSING[verdict], now)
+            if verdict is _Verdict.NO_LANE or (verdict is _Verdict.NO_BLOCKS and look_past.may_pass(sequence)):
                 turns.skip()
             else:
                 return
@@ -157,6 +170,8 @@ class StepAdmission:
         return sequence.num_tokens - self._blocks.num_hit_tokens(sequence)
 
     def _join(self, sequence: Sequence, budget: StepBudget, now: float) -> None:
+        if sequence.status is Status.RETURNING:
+            sequence.record.came_back(now)
         sequence.status = Status.RUNNING
         self._running.add(sequence)
         if sequence.first_scheduled_at is None:

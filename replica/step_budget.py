@@ -51,6 +51,10 @@ class StepBudget:
         self._num_scheduled = [1] * len(seq_ids)
         self._new_blocks = new_blocks
 
+    def limit(self, num_tokens: int) -> None:
+        """From now on at most so many more."""
+        self.tokens_left = min(self.tokens_left, num_tokens)
+
     def spend_drafts(self, position: int, drafts: list[int], new_blocks: list[int]) -> None:
         """Plan `drafts` behind the one token of the decode at `position`, whose block table covers them with
         `new_blocks`.

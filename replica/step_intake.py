@@ -73,7 +73,7 @@ class StepIntake:
         sampled = dict(zip(result.seq_ids[num_decodes:], result.token_ids[num_decodes:], strict=True))
         for sequence, num_tokens in zip([*apart, *members.chunks], counts, strict=True):
             token_id = sampled.get(sequence.seq_id)
-            if item := self._take_chunk(sequence, num_tokens, token_id, result, now):
+            if item := self._take_chunk(sequence, num_tokens, token_id, plan, result, now):
                 progress.others.append(item)
         return progress
 
@@ -131,11 +131,12 @@ class StepIntake:
         return self._take_token(sequence, token_id, now)
 
     def _take_chunk(
-        self, sequence: Sequence, num_tokens: int, token_id: int | None, result: StepResult, now: float
+        self, sequence: Sequence, num_tokens: int, token_id: int | None, plan: StepPlan, result: StepResult, now: float
     ) -> Progress | None:
         """None: its prompt goes on."""
         before = sequence.num_computed_tokens
         sequence.num_computed_tokens = before + num_tokens
+        sequence.record.computed(plan.step, num_tokens)
         rework = min(sequence.num_tokens_at_preemption, before + num_tokens) - before
         self._counters.recomputed_tokens += max(0, rework)
         if sequence.abort_reason is not None:

@@ -4,11 +4,39 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
 from replica.sequence import Sequence, Status
 
 _key = attrgetter("queue_key")
+
+
+class WaitClock:
+    """Since when the one that waits longest has been waiting. It need not be the first in order, so a heap of all that
+    began to wait is kept, and who waits no more is dropped when it comes to the top, or when most of them are such.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Sequence]] = []
+
+    def begin(self, sequence: Sequence, num_waiting: int) -> None:
+        """`sequence` waits since `record.waiting_since`, one of `num_waiting`."""
+        if len(self._heap) > 64 + 2 * num_waiting:
+            self._heap = [entry for entry in self._heap if _still_waits(entry)]
+            heapify(self._heap)
+        heappush(self._heap, (sequence.record.waiting_since, sequence.seq_id, sequence))
+
+    def oldest(self) -> float | None:
+        """None: nobody waits."""
+        while self._heap and not _still_waits(self._heap[0]):
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+
+def _still_waits(entry: tuple[float, int, Sequence]) -> bool:
+    since, _, sequence = entry
+    return sequence.status in (Status.QUEUED, Status.RETURNING) and sequence.record.waiting_since == since
 
 
 class WaitingQueue:

@@ -7,12 +7,13 @@ Counters come from the replicas, so every router exports the same ones; only the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from replica.messages import STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad
+from replica.messages import STEP_SECOND_BOUNDS, STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad
 from router.dispatcher import Dispatcher
 
 #: what each replica told Serve of itself when it came up
@@ -52,6 +53,17 @@ _GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
     ("shoal_queue_cap", "max_queued_requests_per_replica.", lambda load: load.queue_cap),
     ("shoal_queued_prompt_tokens", "Prompt tokens of waiting sequences.", lambda load: load.num_queued_prompt_tokens),
     ("shoal_uncomputed_tokens", "Known tokens without KV.", lambda load: load.num_uncomputed_tokens),
+    ("shoal_free_kv_blocks", "Blocks that nobody references.", lambda load: load.num_free_blocks),
+    (
+        "shoal_kv_internal_fragmentation",
+        "Slots of the running sequences' blocks without a token over all slots of referenced blocks.",
+        lambda load: load.kv_fragmentation,
+    ),
+    (
+        "shoal_oldest_wait_seconds",
+        "How long the one that waits longest has been waiting.",
+        lambda load: load.oldest_wait_s,
+    ),
 )
 #: metric name, help text, key in `ReplicaLoad.counters`
 _COUNTERS = (
@@ -62,6 +74,10 @@ _COUNTERS = (
     ("shoal_recomputed_tokens", "Tokens computed again after a preemption.", "recomputed_tokens"),
     ("vllm:spec_decode_num_draft_tokens", "Tokens guessed ahead and computed.", "drafted_tokens"),
     ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came true.", "accepted_tokens"),
+    ("shoal_displaced_sequences", "Preemptions that made way for a more urgent sequence.", "displaced"),
+    ("shoal_model_seconds", "The model runner worked.", "model_s"),
+    ("shoal_scheduler_seconds", "Planning steps and taking in results.", "scheduler_s"),
+    ("shoal_between_steps_seconds", "There was work, and the runner waited for the next step.", "between_steps_s"),
     ("shoal_evictions", "Cached blocks reused for other content.", "evictions"),
     ("shoal_prefix_cache_resets", "Times the prefix cache was emptied on request.", "prefix_cache_resets"),
     ("shoal_engine_prompt_tokens", "Prompt tokens of scheduled sequences.", _NUM_PROMPT_TOKENS),
@@ -101,6 +117,31 @@ _BY_LABEL: tuple[
     ),
 )
 
+#: metric name, help text, bounds, how to read the counts from a load, key of the sum in `ReplicaLoad.counters`
+_HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...], Callable[[ReplicaLoad], list[int]], str], ...] = (
+    (
+        "vllm:iteration_tokens_total",
+        "Tokens in a step, prompt and decode.",
+        STEP_TOKEN_BOUNDS,
+        lambda load: load.step_token_counts,
+        "scheduled_tokens",
+    ),
+    (
+        "shoal_step_sequences",
+        "Sequences in a step.",
+        STEP_SEQUENCE_BOUNDS,
+        lambda load: load.step_sequence_counts,
+        "scheduled_sequences",
+    ),
+    (
+        "shoal_step_seconds",
+        "How long the runner worked on a step.",
+        STEP_SECOND_BOUNDS,
+        lambda load: load.step_second_counts,
+        "model_s",
+    ),
+)
+
 
 class _Collector(Collector):
     def __init__(self, dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str) -> None:
@@ -128,7 +169,12 @@ class _Collector(Collector):
                 for value, read in parts:
                     family.add_metric([*values, value], read(load))
             yield family
-        yield _step_tokens(loads)
+        for name, text, bounds, read_counts, total in _HISTOGRAMS:
+            histogram = HistogramMetricFamily(name, text, labels=labels)
+            for values, load in loads:
+                counts = read_counts(load) or [0] * (len(bounds) + 1)
+                histogram.add_metric(values, _buckets(bounds, counts), load.counters.get(total, 0))
+            yield histogram
         yield self._cache_config()
         held = GaugeMetricFamily("shoal_held_requests", "Requests this router holds.", labels=["model_name", "router"])
         held.add_metric([self._model_name, self._router_id], self._dispatcher.num_held)
@@ -151,18 +197,9 @@ class _Collector(Collector):
         return info
 
 
-def _step_tokens(loads: list[tuple[list[str], ReplicaLoad]]) -> Metric:
-    histogram = HistogramMetricFamily(
-        "vllm:iteration_tokens_total", "Tokens in a step, prompt and decode.", labels=["model_name", "engine"]
-    )
-    for values, load in loads:
-        counts = load.step_token_counts or [0] * (len(STEP_TOKEN_BOUNDS) + 1)
-        buckets, so_far = [], 0
-        for bound, count in zip([*map(str, map(float, STEP_TOKEN_BOUNDS)), "+Inf"], counts, strict=True):
-            so_far += count
-            buckets.append((bound, float(so_far)))
-        histogram.add_metric(values, buckets, load.counters.get("scheduled_tokens", 0))
-    return histogram
+def _buckets(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, float]]:
+    names = [*(str(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))
 
 
 def render_metrics(dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str) -> bytes:

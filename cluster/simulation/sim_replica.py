@@ -87,6 +87,7 @@ class SimReplica:
         if not self.is_alive:
             return
         self._outputs = self.core.update(plan, result, self._events.now)
+        self.core.step_times.add(result.duration_s, 0.0, result.duration_s)
         self._events.after(0.0, Rank.STEP_START, self._start_step)
 
     def _publish_ended(self) -> None:
