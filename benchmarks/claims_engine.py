@@ -95,6 +95,27 @@ def lookup(full: bool) -> Iterator[tuple[str, Measured]]:
     yield from _admission(full, "lookup", 0.5, VLLM_LOOKUP_MS, ("lookup",))
 
 
+@claim("engine.tpot")
+def tpot(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Virtual time: a document of 8,000 tokens among nine chats, with and without a TPOT target."""
+    from cluster.simulation.sim_cluster import SimCluster, SimConfig
+    from cluster.simulation.workloads import document_among_chats, engine
+
+    for target_ms in (0, 15, 20, 30, 40) if full else (0, 30):
+        cluster = SimCluster(SimConfig(engine=engine(tpot_target_ms=target_ms), max_model_len=9000))
+        *chats, document = cluster.run(document_among_chats(1))
+        first = document.token_times_s[0]
+        gaps = sorted(
+            1000 * gap
+            for chat in chats
+            for gap, at in zip(chat.gaps_s, chat.token_times_s[1:], strict=True)
+            if document.request.arrival_s < at < first
+        )
+        note = f"gap p50 {gaps[len(gaps) // 2]:.1f} ms; TTFT of the document {document.ttft_s or 0:.2f} s"
+        bound = 1.1 * target_ms if target_ms else None
+        yield f"{target_ms or 'off'}", Measured(gaps[int(0.99 * len(gaps))], "ms gap p99", bound, note=note)
+
+
 @claim("engine.guess")
 def guess(full: bool) -> Iterator[tuple[str, Measured]]:
     """Tokens per second with prompt lookup over without, real model, bfloat16; the output has to be the same."""

@@ -4,6 +4,9 @@ A step's duration is learned as a line, base + decodes x a + prompt tokens x b, 
 measured step moves the line part of the way to itself. It needs no history, follows a machine that becomes slower and a
 context that becomes longer, and one slow step moves it by a bounded amount.
 
+A line learned from few steps says little about many tokens, so a step has at most a quarter more than a step within
+the target had lately, and half of what a step had that missed it.
+
 Only prompt tokens are limited, and never to less than `LEAST_PROMPT_TOKENS`, so that prompts get on even where the
 decodes alone take longer than the target: a prompt of n tokens is computed in at most n / `LEAST_PROMPT_TOKENS` steps.
 """
@@ -25,6 +28,8 @@ class StepPace:
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
         self._weights = [0.0, 0.0, 0.0]
+        #: beside running streams, so many prompt tokens were within the target
+        self._trusted = LEAST_PROMPT_TOKENS
         #: of the last step that was asked for
         self.prompt_tokens: int | None = None
 
@@ -37,6 +42,11 @@ class StepPace:
         """What a step took."""
         if duration_s <= 0:
             return
+        if num_decodes and num_prompt_tokens:
+            if duration_s <= self.target_s:
+                self._trusted = max(self._trusted, num_prompt_tokens)
+            else:
+                self._trusted = max(LEAST_PROMPT_TOKENS, min(self._trusted, num_prompt_tokens // 2))
         inputs = (1.0, num_decodes / _DECODES, num_prompt_tokens / _PROMPT_TOKENS)
         guess = self._guess(inputs)
         error = duration_s - guess
@@ -55,4 +65,4 @@ class StepPace:
         left = _MARGIN * self.target_s - self._guess((1.0, num_decodes / _DECODES, 0.0))
         # nothing learned yet: begin with the least and feel the way up
         num_tokens = int(left / per_token) if per_token > 0 and left > 0 else LEAST_PROMPT_TOKENS
-        return min(most, max(LEAST_PROMPT_TOKENS, num_tokens))
+        return min(most, self._trusted * 5 // 4, max(LEAST_PROMPT_TOKENS, num_tokens))

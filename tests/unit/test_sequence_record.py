@@ -100,7 +100,10 @@ def test_of_many_chunks_the_first_are_kept_and_all_are_counted() -> None:
     harness = Listening(max_num_batched_tokens=1)
     harness.submit("a", list(range(100)), 1)
     harness.run()
-    assert (len(harness.stages["a"].chunks), harness.stages["a"].num_chunks) == (MAX_CHUNKS, 99)  # the last token goes with the decodes
+    assert (len(harness.stages["a"].chunks), harness.stages["a"].num_chunks) == (
+        MAX_CHUNKS,
+        99,
+    )  # the last token goes with the decodes
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "sjf"])
