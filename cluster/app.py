@@ -59,6 +59,7 @@ def build_from(config: ClusterConfig) -> serve.Application:
         dispatcher={
             "admission_wait_s": config.router.admission_wait_ms / 1000,
             "max_held_requests": config.router.max_held_requests,
+            "priority_ageing_s": config.scheduler.priority_ageing_s if config.scheduler.policy == "priority" else None,
         },
         policy=config.router.policy,
         chat_template=config.chat_template,

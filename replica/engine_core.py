@@ -233,9 +233,22 @@ class EngineCore:
             step_token_counts=counters.step_token_counts.copy(),
             step_sequence_counts=counters.step_sequence_counts.copy(),
             step_second_counts=self.step_times.counts.copy(),
+            last_queued=self._last_queued(),
             oldest_wait_s=scheduler.oldest_wait_s(now),
             kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
         )
+
+    def _last_queued(self) -> tuple[int, float] | None:
+        """Whose place a more urgent request might take."""
+        scheduler = self.scheduler
+        if not scheduler.policy.has_classes:
+            return None
+        last = max(
+            (s for queue in (scheduler.queued, scheduler.blocked) if (s := queue.last) is not None),
+            key=lambda s: s.queue_key,
+            default=None,
+        )
+        return None if last is None else (last.order_key[1], last.queue_key[1])
 
     def validate(self) -> None:
         """Check all invariants. Raises AssertionError."""

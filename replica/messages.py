@@ -55,6 +55,13 @@ RouterId = NewType("RouterId", str)
 OrderKey = tuple[float, int, float]
 
 
+def aged_priority(order_key: OrderKey, ageing_s: float) -> float:
+    """What router and replicas sort by under `priority`: `ageing_s` seconds of waiting are worth one level. Smaller
+    goes first.
+    """
+    return order_key[1] * ageing_s + order_key[2]
+
+
 class FinishReason(enum.StrEnum):
     """Why a sequence ended. `MOVED` never reaches a client: the router continues the sequence elsewhere. `INVALID`
     reaches it as an error; so does `DEADLINE`, and `SHED` unless another replica takes the request.
@@ -220,6 +227,9 @@ class ReplicaLoad(_Message, frozen=True):
     oldest_wait_s: float = 0.0
     #: slots of the running sequences' blocks without a token, over all slots of referenced blocks
     kv_fragmentation: float = 0.0
+    #: under a policy with classes: (priority, `aged_priority`) of the last in the queue, whose place a more urgent
+    #: request might take; None: nobody's
+    last_queued: tuple[int, float] | None = None
 
 
 class TokenLogprobs(_Message, frozen=True):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from replica.config import SchedulerConfig
-from replica.messages import OrderKey
+from replica.messages import OrderKey, aged_priority
 
 #: tenant turn, then the policy's value, then arrival, then the number of the sequence: smaller goes first
 QueueKey = tuple[float, float, float, int]
@@ -60,8 +60,8 @@ class ByPriority:
         self._ageing_s = ageing_s
 
     def key(self, order_key: OrderKey, work: int, seq_id: int) -> QueueKey:
-        turn, priority, arrival = order_key
-        return (turn, priority * self._ageing_s + arrival, arrival, seq_id)
+        turn, _, arrival = order_key
+        return (turn, aged_priority(order_key, self._ageing_s), arrival, seq_id)
 
 
 class ShortestFirst:

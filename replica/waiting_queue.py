@@ -72,6 +72,11 @@ class WaitingQueue:
         """None behind the last one."""
         return self._items[position] if position < len(self._items) else None
 
+    @property
+    def last(self) -> Sequence | None:
+        """The least urgent one."""
+        return self._items[-1] if self._items else None
+
     def take(self, position: int) -> None:
         """Whoever is there leaves; those behind move up."""
         self._count(self._items.pop(position), -1)

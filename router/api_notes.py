@@ -112,6 +112,12 @@ NOTES: dict[str, Note] = {
     ),
     "cache_salt": Note("prefixes are shared only between equal salts", SAME, NONE),
     "priority": Note("lower is earlier; 0 unless the server orders by priority", "ignored when it does not", NONE),
+    "deadline_ms": Note(
+        "milliseconds from arrival in which the answer must have begun, else 504; the header `X-Request-Deadline-Ms` "
+        "says the same, and the earlier one counts",
+        NONE,
+        NONE,
+    ),
     "request_id": Note(
         "accepted and without effect: the id of the answer is ours, and `X-Request-Id` is the way to trace",
         "becomes the id of the answer",

@@ -33,6 +33,7 @@ from replica.errors import NeverFitsError, RefusedError, ShoalError
 from router.answer import Answer
 from router.app_settings import AppSettings
 from router.backend import Backend, GenerationStream
+from router.deadline import deadline_of, header_deadline_ms
 from router.edge import Edge
 from router.generation import NothingToGenerate, first_events, streamed_answer, whole_answer
 from router.http_errors import HttpError, error_object, error_response, rule_of
@@ -59,6 +60,9 @@ _SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
 ]
 
+#: seconds since the epoch of its arrival, and the deadline of its header in milliseconds
+_Asked = tuple[float, float | None]
+
 
 class GenerateEndpoint:
     """POST /v1/completions or /v1/chat/completions, as an ASGI application."""
@@ -69,8 +73,9 @@ class GenerateEndpoint:
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival_s = self._edge.clock()
+        arrival_s, arrived_s = self._edge.clock(), time.time()
         try:
+            header_ms = header_deadline_ms(scope["headers"])
             body = await self._edge.read(scope, receive)
         except ClientGoneError:
             return
@@ -78,23 +83,25 @@ class GenerateEndpoint:
             await self._refuse(send, error)
             return
         try:
-            await until_disconnect(receive, self._serve(body, send, arrival_s))
+            await until_disconnect(receive, self._serve(body, send, arrival_s, (arrived_s, header_ms)))
         finally:
             body.release()
 
-    async def _serve(self, body: Body, send: Send, arrival_s: float) -> None:
+    async def _serve(self, body: Body, send: Send, arrival_s: float, asked: _Asked) -> None:
         try:
-            prepared = await self._prepared(body)
+            prepared = await self._prepared(body, asked)
         except Exception as error:
             await self._refuse(send, error)
             return
         await _Exchange(self._edge, prepared, arrival_s, send).run()
 
-    async def _prepared(self, body: Body) -> PreparedRequest:
+    async def _prepared(self, body: Body, asked: _Asked) -> PreparedRequest:
         edge, is_long = self._edge, body.is_long
         request, num_sequences = await edge.compute(is_long, self._parse_and_check, body.take())
-        edge.backend.may_admit(num_sequences)
-        prepared = await edge.compute(is_long or needs_thread(request), self._prepare, request)
+        edge.backend.may_admit(num_sequences, request.priority)
+        arrived_s, header_ms = asked
+        deadline_s = deadline_of(request, header_ms, arrived_s, time.time())
+        prepared = await edge.compute(is_long or needs_thread(request), self._prepare, request, deadline_s)
         body.release()
         return prepared
 
@@ -102,11 +109,12 @@ class GenerateEndpoint:
         request = self._parse(body)
         return request, check_request(request, self._edge.settings)
 
-    def _prepare(self, request: ChatOrCompletion) -> PreparedRequest:
+    def _prepare(self, request: ChatOrCompletion, deadline_s: float | None) -> PreparedRequest:
         edge = self._edge
         response_id = self._id_prefix + uuid.uuid4().hex
         seed = functools.partial(secrets.randbits, 63)
-        return prepare(request, edge.settings, edge.codec, response_id, time.time(), seed, edge.reason_against)
+        now_s = time.time()
+        return prepare(request, edge.settings, edge.codec, response_id, now_s, seed, edge.reason_against, deadline_s)
 
     async def _refuse(self, send: Send, error: Exception) -> None:
         log_error(error)

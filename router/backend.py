@@ -74,7 +74,7 @@ class Backend(Protocol):
         """
         ...
 
-    def may_admit(self, num_sequences: int) -> None:
+    def may_admit(self, num_sequences: int, priority: int = 0) -> None:
         """Cheap look before tokenization. Raises `RefusedError` when the request would certainly be refused."""
         ...
 

@@ -13,50 +13,15 @@ time.
 
 from __future__ import annotations
 
-import enum
 import math
 
 import msgspec
 
-from replica.messages import FINAL_REFUSALS, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from replica.messages import FINAL_REFUSALS, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.placement import Policy
 from router.replica_view import MAX_SILENCE_S, ReplicaView
-
-
-class Dispatch(msgspec.Struct, frozen=True):
-    """Submit the request to this replica, as attempt `epoch`."""
-
-    request_id: RequestId
-    replica_id: ReplicaId
-    epoch: int
-    #: it was accepted before, so the replica's cap does not apply
-    is_returning: bool = False
-
-
-class Refuse(msgspec.Struct, frozen=True):
-    """Answer the client: not now. Only ever before the first byte."""
-
-    request_id: RequestId
-    reason: RefusalReason
-    retry_after_s: float
-    message: str
-
-
-class Fail(msgspec.Struct, frozen=True):
-    """End a stream that had begun and cannot be continued."""
-
-    request_id: RequestId
-    message: str
-
-
-class SendAbort(msgspec.Struct, frozen=True):
-    """Tell the replica that nobody wants this request any more."""
-
-    request_id: RequestId
-    replica_id: ReplicaId
-
-
-Instruction = Dispatch | Refuse | Fail | SendAbort
+from router.tracked import HeldRequests, State, Tracked
 
 
 class DispatcherConfig(msgspec.Struct, frozen=True):
@@ -70,48 +35,8 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     max_losses: int = 3
     #: a replica that has said nothing for so long is given up, though its stream still stands (SIGSTOP, cut network)
     give_up_silent_s: float = 10.0
-
-
-class State(enum.Enum):
-    """Where a request is, seen from the router."""
-
-    HELD = "held"
-    SENT = "sent"
-    ACCEPTED = "accepted"
-
-
-class Tracked:
-    """One unfinished request."""
-
-    __slots__ = (
-        "epoch",
-        "has_begun",
-        "held_until",
-        "is_returning",
-        "num_losses",
-        "num_sequences",
-        "num_tokens",
-        "replica_id",
-        "request_id",
-        "state",
-        "tried",
-    )
-
-    def __init__(self, request_id: RequestId, num_sequences: int, num_tokens: int) -> None:
-        self.request_id = request_id
-        self.num_sequences = num_sequences
-        self.num_tokens = num_tokens
-        self.state = State.HELD
-        self.replica_id: ReplicaId | None = None
-        self.epoch = 0
-        #: a token reached the client: no refusal any more
-        self.has_begun = False
-        #: a replica had accepted it: no cap applies any more
-        self.is_returning = False
-        self.held_until: float | None = None
-        self.num_losses = 0
-        #: replicas that refused, with the number of their news at that time: without news they would refuse again
-        self.tried: dict[ReplicaId, int] = {}
+    #: under the policy `priority`: its `priority_ageing_s`; None: priorities are not looked at
+    priority_ageing_s: float | None = None
 
 
 class Dispatcher:
@@ -122,8 +47,7 @@ class Dispatcher:
         self._policy = policy
         self.views: dict[ReplicaId, ReplicaView] = {}
         self._requests: dict[RequestId, Tracked] = {}
-        #: held requests in the order they came
-        self._held: dict[RequestId, Tracked] = {}
+        self._held = HeldRequests(config.priority_ageing_s)
 
     @property
     def num_held(self) -> int:
@@ -143,10 +67,14 @@ class Dispatcher:
         request = self._requests.get(request_id)
         return request is not None and request.replica_id == replica_id and request.state is State.ACCEPTED
 
-    def is_certainly_full(self, num_sequences: int, now: float) -> bool:
+    def is_certainly_full(self, num_sequences: int, now: float, order_key: OrderKey = (0.0, 0, 0.0)) -> bool:
         """True if a fresh request would be refused at once: ask before doing work for it, such as tokenization."""
-        return len(self._held) >= self._config.max_held_requests and not any(
-            view.is_placeable(now) and view.has_room_for(num_sequences) for view in self.views.values()
+        if len(self._held) < self._config.max_held_requests or self._displaceable(order_key) is not None:
+            return False
+        return not any(
+            view.is_placeable(now)
+            and (view.has_room_for(num_sequences) or self._may_displace(order_key, num_sequences, view))
+            for view in self.views.values()
         )
 
     def retry_after_s(self, now: float) -> float:
@@ -159,10 +87,24 @@ class Dispatcher:
 
     # ---- requests ----
 
-    def submit(self, request_id: RequestId, num_sequences: int, num_tokens: int, now: float) -> list[Instruction]:
-        """A fresh request. Exactly one `Refuse`, `Fail`, `finish` or `abort` ends it."""
+    def submit(
+        self,
+        request_id: RequestId,
+        num_sequences: int,
+        num_tokens: int,
+        now: float,
+        order_key: OrderKey = (0.0, 0, 0.0),
+        deadline_at: float | None = None,
+    ) -> list[Instruction]:
+        """A fresh request, which must have begun by `deadline_at`. Exactly one `Refuse`, `Fail`, `finish` or `abort`
+        ends it.
+        """
         assert request_id not in self._requests, f"{request_id} is already there"
-        request = self._requests[request_id] = Tracked(request_id, num_sequences, num_tokens)
+        request = self._requests[request_id] = Tracked(
+            request_id, num_sequences, num_tokens, order_key, deadline_at, self._config.admission_wait_s
+        )
+        if deadline_at is not None and deadline_at <= now:
+            return self._give_up(request, now)
         caps = [view.load.queue_cap for view in self.views.values() if view.is_placeable(now)]
         if caps and num_sequences > max(caps):
             self._forget(request_id)
@@ -201,7 +143,7 @@ class Dispatcher:
         self._answered(request)
         if refusal is None:
             request.state = State.ACCEPTED
-            request.held_until = None
+            request.stop_holding(now)
             return []
         request.replica_id = None
         if refusal in FINAL_REFUSALS and not request.has_begun:
@@ -210,7 +152,20 @@ class Dispatcher:
         view = self.views[replica_id]
         if refusal is RefusalReason.DRAINING:
             view.is_draining = True
+        request.was_shed = refusal is RefusalReason.SHED
         request.tried[replica_id] = view.num_news
+        return self._place_or_hold(request, now)
+
+    def on_shed(self, request_id: RequestId, now: float) -> list[Instruction]:
+        """It had not begun, and its replica gave its place to a more urgent one: perhaps another one has room."""
+        request = self._requests.get(request_id)
+        if request is None or request.replica_id is None:
+            return []
+        assert not request.has_begun, f"{request_id} was shed after its first token"
+        if (view := self.views.get(request.replica_id)) is not None:
+            request.tried[view.replica_id] = view.num_news
+        request.replica_id = None
+        request.was_shed = True
         return self._place_or_hold(request, now)
 
     def on_load(self, replica_id: ReplicaId, load: ReplicaLoad, now: float) -> list[Instruction]:
@@ -277,13 +232,13 @@ class Dispatcher:
         """When a held request's time is up, in the caller's clock. Silence is seen by calling `on_time` once a
         second.
         """
-        return min((r.held_until for r in self._held.values() if r.held_until is not None), default=None)
+        return min((at for r in self._held if (at := r.ends_at) is not None), default=None)
 
     def on_time(self, now: float) -> list[Instruction]:
         """Give up on requests that were held too long, and on replicas that have been silent too long."""
         instructions: list[Instruction] = []
-        for request in list(self._held.values()):
-            if request.held_until is not None and request.held_until <= now:
+        for request in self._held:
+            if (ends_at := request.ends_at) is not None and ends_at <= now:
                 instructions += self._give_up(request, now)
         for view in self.views.values():
             silence = now - view.load_at
@@ -294,12 +249,11 @@ class Dispatcher:
     def validate(self) -> None:
         """Raises AssertionError if the books do not agree."""
         for request in self._requests.values():
-            assert (request.state is State.HELD) == (request.request_id in self._held), (
-                f"{request.request_id}: held or not?"
-            )
+            assert (request.state is State.HELD) == (request in self._held), f"{request.request_id}: held or not?"
             assert (request.replica_id is None) == (request.state is State.HELD), (
                 f"{request.request_id}: placed or not?"
             )
+        self._held.validate()
         for view in self.views.values():
             sent = [r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id]
             assert view.unanswered_sequences == sum(r.num_sequences for r in sent), f"{view.replica_id}: unanswered"
@@ -311,36 +265,58 @@ class Dispatcher:
         view = self._choose(request, now)
         if view is not None:
             return [self._send(request, view)]
-        if request.request_id not in self._held:
+        instructions: list[Instruction] = []
+        if request not in self._held:
             if len(self._held) >= self._config.max_held_requests and not request.is_returning:
-                return self._give_up(request, now)
+                if (weaker := self._displaceable(request.order_key)) is None:
+                    return self._give_up(request, now)
+                weaker.was_shed = True
+                instructions = self._give_up(weaker, now)
             request.state = State.HELD
-            self._held[request.request_id] = request
+            self._held.push(request)
         if request.held_until is None:
-            request.held_until = now + (self._config.admission_wait_s if wait_s is None else wait_s)
-        elif request.held_until <= now:
-            return self._give_up(request, now)
-        return []
+            request.held_until = now + (request.hold_left_s if wait_s is None else wait_s)
+        if (ends_at := request.ends_at) is not None and ends_at <= now:
+            instructions += self._give_up(request, now)
+        return instructions
+
+    def _displaceable(self, order_key: OrderKey) -> Tracked | None:
+        """Which of the held ones would make way for a request with this key."""
+        last = self._held.last
+        if last is None or not self._held.outranks(order_key, last.priority, self._held.value(last.order_key)):
+            return None
+        return last
+
+    def _may_displace(self, order_key: OrderKey, num_sequences: int, view: ReplicaView) -> bool:
+        """Believed: a full queue has somebody whose place it may take. The replica decides."""
+        last = view.load.last_queued
+        return last is not None and num_sequences <= view.load.queue_cap and self._held.outranks(order_key, *last)
 
     def _choose(self, request: Tracked, now: float) -> ReplicaView | None:
         candidates = [view for view in self.views.values() if view.is_placeable(now) and self._may_send(request, view)]
+        if not request.is_returning:  # nobody is pushed out while there is room elsewhere
+            candidates = [view for view in candidates if view.has_room_for(request.num_sequences)] or candidates
         return self._policy(candidates) if candidates else None
 
     def _may_send(self, request: Tracked, view: ReplicaView) -> bool:
         if request.tried.get(view.replica_id) == view.num_news:
             return False
-        return request.is_returning or view.has_room_for(request.num_sequences)
+        return (
+            request.is_returning
+            or view.has_room_for(request.num_sequences)
+            or self._may_displace(request.order_key, request.num_sequences, view)
+        )
 
     def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
-        """A replica has news: it takes held requests while it has room."""
+        """A replica has news: it takes held requests, the most urgent first, while it has room or they may push."""
         instructions: list[Instruction] = []
         if not self._held or not view.is_placeable(now):
             return instructions
         # under overload this runs on every message of a full replica, so it must not look at every held request then
-        any_returning = any(request.is_returning for request in self._held.values())
-        for request in list(self._held.values()):
-            if not any_returning and not view.has_room_for(1):
-                break
+        for request in self._held:
+            is_pushing = self._may_displace(request.order_key, request.num_sequences, view)
+            if not (request.is_returning or is_pushing or view.has_room_for(1)):
+                break  # those behind it are less urgent
             if self._may_send(request, view):
                 instructions.append(self._send(request, view))
         return instructions
@@ -366,7 +342,7 @@ class Dispatcher:
         return instructions
 
     def _send(self, request: Tracked, view: ReplicaView) -> Dispatch:
-        self._held.pop(request.request_id, None)
+        self._held.discard(request)
         request.state = State.SENT
         request.replica_id = view.replica_id
         request.epoch += 1
@@ -387,6 +363,12 @@ class Dispatcher:
             return [Fail(request.request_id, f"{request.num_losses} replicas died or failed under this request")]
         if request.has_begun:
             return [Fail(request.request_id, "the replica that generated this answer is gone, and no other has room")]
+        if request.deadline_at is not None and request.deadline_at <= now and not request.is_returning:
+            why = "the deadline passed before a replica had taken the request"
+            return [Refuse(request.request_id, RefusalReason.DEADLINE, 0.0, why)]
+        if request.was_shed:
+            why = "a more urgent request took its place, and no other replica has room"
+            return [Refuse(request.request_id, RefusalReason.SHED, self.retry_after_s(now), why)]
         if not any(view.is_placeable(now) for view in self.views.values()):
             return [Refuse(request.request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")]
         why = "the queue of every replica is full"
@@ -396,5 +378,5 @@ class Dispatcher:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._answered(request)
-            self._held.pop(request_id, None)
+            self._held.discard(request)
         return request

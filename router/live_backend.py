@@ -36,8 +36,9 @@ from replica.messages import (
 )
 from router.backend import Health
 from router.cache_reset import CacheResets
-from router.dispatcher import Dispatch, Dispatcher, Fail, Instruction, Refuse, SendAbort
+from router.dispatcher import Dispatcher
 from router.engine_metrics import render_metrics
+from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.live_stream import LiveStream
 from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
@@ -54,11 +55,14 @@ class LiveBackend:
         model_name: str,
         *,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.dispatcher = dispatcher
         self.router_id = router_id
         self._model_name = model_name
         self._clock = clock
+        #: seconds since the epoch: what order keys and deadlines are told in
+        self._wall_clock = wall_clock
         self._clients: dict[ReplicaId, ReplicaClient] = {}
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
@@ -73,8 +77,17 @@ class LiveBackend:
     async def generate(self, request: GenerateRequest) -> LiveStream:
         stream = LiveStream(request, self._finish, self._abort)
         self._streams[request.request_id] = stream
+        now = self._clock()
+        deadline_at = None if request.deadline_s is None else now + request.deadline_s - self._wall_clock()
         self._carry_out(
-            self.dispatcher.submit(request.request_id, len(request.sequences), request.num_prompt_tokens, self._clock())
+            self.dispatcher.submit(
+                request.request_id,
+                len(request.sequences),
+                request.num_prompt_tokens,
+                now,
+                request.order_key,
+                deadline_at,
+            )
         )
         try:
             await stream.wait_first()
@@ -83,9 +96,9 @@ class LiveBackend:
             raise
         return stream
 
-    def may_admit(self, num_sequences: int) -> None:
+    def may_admit(self, num_sequences: int, priority: int = 0) -> None:
         now = self._clock()
-        if self.dispatcher.is_certainly_full(num_sequences, now):
+        if self.dispatcher.is_certainly_full(num_sequences, now, (0.0, priority, self._wall_clock())):
             raise QueueFullError(
                 "the router holds as many requests as it may, and every queue is full",
                 self.dispatcher.retry_after_s(now),
@@ -203,10 +216,13 @@ class LiveBackend:
         outputs = [output for output in outputs if stream.wants(output.index)]
         ends = {output.finish_reason for output in outputs}
         for output in outputs:
-            if (error := self._final_error(output, now)) is not None:  # it would be the same on any other replica
+            if (error := _final_error(output)) is not None:  # it would be the same on any other replica
                 self._carry_out(self.dispatcher.abort(request_id))
                 self._end(request_id, error)
                 return
+        if FinishReason.SHED in ends:  # always the whole request, before any token
+            self._carry_out(self.dispatcher.on_shed(request_id, now))
+            return
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
             self.dispatcher.progressed(request_id)
@@ -220,16 +236,6 @@ class LiveBackend:
             self._forget(request_id)
         elif FinishReason.MOVED in ends:
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_moved(request_id, now)])
-
-    def _final_error(self, output: SequenceOutput, now: float) -> ShoalError | None:
-        match output.finish_reason:
-            case FinishReason.INVALID:
-                return InvalidRequestError(output.message)
-            case FinishReason.DEADLINE:
-                return DeadlineExceededError(output.message)
-            case FinishReason.SHED:
-                return ShedError(output.message, self.dispatcher.retry_after_s(now))
-        return None
 
     def _on_broken(self, replica_id: ReplicaId) -> None:
         self._names.forget_replica(replica_id)
@@ -323,6 +329,15 @@ def _describe(view: ReplicaView, description: str, now: float) -> dict[str, obje
     }
 
 
+def _final_error(output: SequenceOutput) -> ShoalError | None:
+    match output.finish_reason:
+        case FinishReason.INVALID:
+            return InvalidRequestError(output.message)
+        case FinishReason.DEADLINE:
+            return DeadlineExceededError(output.message)
+    return None
+
+
 def _refusal(instruction: Refuse) -> ShoalError:
     match instruction.reason:
         case RefusalReason.NEVER_FITS:
@@ -333,6 +348,8 @@ def _refusal(instruction: Refuse) -> ShoalError:
             return InvalidRequestError(instruction.message)
         case RefusalReason.DEADLINE:
             return DeadlineExceededError(instruction.message)
+        case RefusalReason.SHED:
+            return ShedError(instruction.message, instruction.retry_after_s)
         case RefusalReason.NO_REPLICA:
             return NoReplicaError(instruction.message, instruction.retry_after_s)
         case _:

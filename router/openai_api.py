@@ -39,6 +39,8 @@ from router.sentences import MAX_ECHO_CHARS, WrongValueError, short
 from router.structured import Constraint, check_response_format, check_structured_outputs
 from router.tool_request import ToolRequest, parse_tools
 
+#: a day
+MAX_DEADLINE_MS = 86_400_000
 _INT64 = 1 << 63
 #: vLLM's default
 MAX_LOGPROBS = 20
@@ -126,6 +128,9 @@ class _CommonFields(BaseModel):
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=256, description="a string of 1 to 256 characters")
     priority: int = Field(0, ge=-_INT64, lt=_INT64, description="an integer")
+    deadline_ms: float | None = Field(
+        None, gt=0, le=MAX_DEADLINE_MS, description="a number above 0, up to 86400000 (a day)"
+    )
     request_id: str | None = Field(None, min_length=1, max_length=128, description="a string of 1 to 128 characters")
 
     @property

@@ -220,9 +220,10 @@ def prepare(
     now_s: float,
     random_seed: Callable[[], int],
     against: ReasonAgainst = reason_against,
+    deadline_s: float | None = None,
 ) -> PreparedRequest:
     """Render, tokenize and resolve. `random_seed` gives 63 random bits, `against` judges grammars. Call `check_request`
-    before.
+    before. By `deadline_s` (seconds since the epoch) the answer must have begun.
 
     Raises `InvalidRequestError` (template, empty prompt, grammar) or `NeverFitsError`.
     """
@@ -259,6 +260,7 @@ def prepare(
             sequences=sequences,
             order_key=(0.0, request.priority, now_s),
             cache_salt=request.cache_salt or "",
+            deadline_s=deadline_s,
         ),
         echo_texts=prompts.echo_texts,
         reply=ReplyPlan() if plan is None else plan.reply,

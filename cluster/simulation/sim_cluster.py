@@ -41,10 +41,15 @@ class SimCluster:
         self.events = EventQueue()
         self.replicas: dict[ReplicaId, SimReplica] = {}
         self.routers: dict[RouterId, SimRouter] = {}
+        scheduler = config.engine.scheduler
         for number in range(config.num_routers):
             router_id = RouterId(f"router-{number}")
             dispatcher = Dispatcher(
-                DispatcherConfig(admission_wait_s=config.admission_wait_s, max_held_requests=config.max_held_requests),
+                DispatcherConfig(
+                    admission_wait_s=config.admission_wait_s,
+                    max_held_requests=config.max_held_requests,
+                    priority_ageing_s=scheduler.priority_ageing_s if scheduler.policy == "priority" else None,
+                ),
                 POLICIES[config.policy],
             )
             self.routers[router_id] = SimRouter(router_id, dispatcher, self.events, self._send_down)

@@ -22,7 +22,8 @@ from replica.messages import (
     SubmitReply,
     UpMessage,
 )
-from router.dispatcher import Dispatch, Dispatcher, Fail, Instruction, Refuse, SendAbort
+from router.dispatcher import Dispatcher
+from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.replica_view import ReplicaView
 from router.sequence_names import SequenceNames
 
@@ -50,7 +51,11 @@ class SimRouter:
         request = record.request
         request_id = RequestId(request.request_id)
         self._records[request_id] = record
-        self._carry_out(self.dispatcher.submit(request_id, 1, len(request.prompt_token_ids), self._events.now))
+        order_key = (0.0, request.priority, request.arrival_s)
+        num_tokens = len(request.prompt_token_ids)
+        self._carry_out(
+            self.dispatcher.submit(request_id, 1, num_tokens, self._events.now, order_key, request.deadline_s)
+        )
 
     def client_leaves(self, record: SimRecord) -> None:
         """The client closes its connection, if it is still there."""
@@ -91,6 +96,8 @@ class SimRouter:
             self.dispatcher.progressed(output.request_id)
         if output.finish_reason is FinishReason.MOVED:
             self._carry_out(self.dispatcher.on_moved(output.request_id, self._events.now))
+        elif output.finish_reason is FinishReason.SHED:
+            self._carry_out(self.dispatcher.on_shed(output.request_id, self._events.now))
         elif output.finish_reason is not None:
             record.finish_reason = output.finish_reason
             self.dispatcher.finish(output.request_id)

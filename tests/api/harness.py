@@ -245,13 +245,14 @@ def fake_api(
     max_model_len: int = CONTEXT,
     dispatcher: DispatcherConfig = DispatcherConfig(),
     http: str = "auto",
+    scheduler: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Iterator[ApiUnderTest]:
     """A server over fake runners. `step_s` is what a step takes; `is_open` False: steps wait for the runner's gate."""
     engine_config = EngineConfig(
         model=ModelConfig(max_model_len=max_model_len, runner="fake"),
         cache=CacheConfig(block_size=16),
-        scheduler=SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=max_num_seqs),
+        scheduler=SchedulerConfig(max_num_batched_tokens=256, max_num_seqs=max_num_seqs, **(scheduler or {})),
         admission=AdmissionConfig(max_queued_requests=cap),
     )
 

@@ -9,21 +9,16 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replica.messages import FINAL_REFUSALS, RefusalReason, ReplicaId, ReplicaLoad, RequestId
-from router.dispatcher import (
-    Dispatch,
-    Dispatcher,
-    DispatcherConfig,
-    Fail,
-    Instruction,
-    Refuse,
-    SendAbort,
-)
+from router.dispatcher import Dispatcher, DispatcherConfig
+from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.placement import least_tokens
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 
 REPLICAS = [ReplicaId("x"), ReplicaId("y"), ReplicaId("z")]
 CAP = 3
-CONFIG = DispatcherConfig(admission_wait_s=1.0, max_held_requests=4, resume_wait_s=5.0, max_losses=3)
+CONFIG = DispatcherConfig(
+    admission_wait_s=1.0, max_held_requests=4, resume_wait_s=5.0, max_losses=3, priority_ageing_s=10.0
+)
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -38,6 +33,11 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.returning: set[RequestId] = set()
         self.accepted: dict[RequestId, ReplicaId] = {}
         self.losses: dict[RequestId, int] = {}
+        self.lost: set[RequestId] = set()
+        self.deadlines: dict[RequestId, float | None] = {}
+        self.priorities: dict[RequestId, int] = {}
+        #: a replica says so, who has a clock of its own
+        self.told_deadline = False
 
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -49,11 +49,18 @@ class DispatcherMachine(RuleBasedStateMachine):
                     assert request_id not in self.accepted
                     view = self.dispatcher.views[replica_id]
                     assert view.is_placeable(self.now)
+                    if not view.has_room_for(0) and request_id not in self.returning | self.begun | self.lost:
+                        assert view.load.last_queued is not None, "sent to a full queue"
+                        assert self.priorities[request_id] < view.load.last_queued[0]
                     self.alive[request_id] = (replica_id, epoch)
                 case Refuse():
                     assert request_id in self.alive
                     assert request_id not in self.begun, "a refusal after the first byte"
                     assert (instruction.retry_after_s >= 1) == (instruction.reason not in FINAL_REFUSALS)
+                    if instruction.reason is RefusalReason.DEADLINE and not self.told_deadline:
+                        deadline = self.deadlines[request_id]
+                        assert deadline is not None
+                        assert deadline <= self.now
                     self.end(request_id)
                 case Fail():
                     assert request_id in self.begun or self.losses[request_id] >= CONFIG.max_losses
@@ -68,23 +75,42 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.alive[request_id] = None
         self.accepted.pop(request_id, None)
         self.losses[request_id] += 1
+        self.lost.add(request_id)
 
     def end(self, request_id: RequestId) -> None:
         del self.alive[request_id]
         self.accepted.pop(request_id, None)
         self.begun.discard(request_id)
 
-    @rule(n=st.integers(1, 4))
-    def submit(self, n: int) -> None:
+    @rule(
+        n=st.integers(1, 4),
+        priority=st.integers(-1, 2),
+        patience=st.none() | st.sampled_from([0.0, 0.3, 2.0]),
+    )
+    def submit(self, n: int, priority: int, patience: float | None) -> None:
         request_id = RequestId(str(self.count))
         self.count += 1
         self.alive[request_id] = None
         self.losses[request_id] = 0
-        self.carry_out(self.dispatcher.submit(request_id, n, 10 * n, self.now))
+        self.deadlines[request_id] = None if patience is None else self.now + patience
+        order_key = (0.0, priority, self.now)
+        self.priorities[request_id] = priority
+        self.carry_out(self.dispatcher.submit(request_id, n, 10 * n, self.now, order_key, self.deadlines[request_id]))
 
-    @rule(replica_id=st.sampled_from(REPLICAS), queued=st.integers(0, CAP), tokens=st.integers(0, 99))
-    def load(self, replica_id: ReplicaId, queued: int, tokens: int) -> None:
-        load = ReplicaLoad(num_queued=queued, queue_cap=CAP, num_uncomputed_tokens=tokens, drain_rate=float(tokens))
+    @rule(
+        replica_id=st.sampled_from(REPLICAS),
+        queued=st.integers(0, CAP),
+        tokens=st.integers(0, 99),
+        last=st.integers(-1, 3),
+    )
+    def load(self, replica_id: ReplicaId, queued: int, tokens: int, last: int = 0) -> None:
+        load = ReplicaLoad(
+            num_queued=queued,
+            queue_cap=CAP,
+            num_uncomputed_tokens=tokens,
+            drain_rate=float(tokens),
+            last_queued=(last, 10.0 * last + self.now) if queued else None,
+        )
         self.carry_out(self.dispatcher.on_load(replica_id, load, self.now))
 
     @rule(replica_id=st.sampled_from(REPLICAS))
@@ -117,10 +143,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.alive[request_id] = None
         if refusal is None:
             self.accepted[request_id] = sent[0]
+        self.told_deadline = refusal is RefusalReason.DEADLINE
         self.carry_out(self.dispatcher.on_reply(request_id, sent[1], refusal, "", self.now))
+        self.told_deadline = False
 
     @precondition(lambda self: self.accepted)
-    @rule(data=st.data(), what=st.sampled_from(["token", "finish", "moved", "failed"]))
+    @rule(data=st.data(), what=st.sampled_from(["token", "finish", "moved", "failed", "shed"]))
     def progress(self, data: st.DataObject, what: str) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.accepted)))
         assert self.dispatcher.is_working_on(request_id, self.accepted[request_id])
@@ -131,6 +159,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         elif what == "finish":
             self.dispatcher.finish(request_id)
             self.end(request_id)
+        elif what == "shed":
+            if request_id not in self.begun | self.returning | self.lost:
+                del self.accepted[request_id]
+                self.carry_out(self.dispatcher.on_shed(request_id, self.now))
         elif what == "moved":
             del self.accepted[request_id]
             self.returning.add(request_id)

@@ -10,7 +10,7 @@ from cluster.simulation.records import SimRecord, SimRequest
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import engine
 from replica.fake_runner import CostModel, expected_output
-from replica.messages import FinishReason
+from replica.messages import FinishReason, RefusalReason
 
 #: every step takes so long, whatever is in it
 STEP_S = 0.05
@@ -208,9 +208,10 @@ def test_under_pressure_the_least_urgent_are_shed_and_every_request_is_answered_
     """Two and a half times the work that can be done; sixteen tokens are eight requests."""
     requests = [SimRequest(f"q{i}", 0.2 * i, [i % 1000, 3], 20, priority=i % 4) for i in range(200)]
     found = run(requests, policy="priority", priority_ageing_s=1e6, max_num_seqs=2, shed_above_queued_tokens=16)
-    shed = [record for record in found.values() if record.finish_reason is FinishReason.SHED]
+    shed = [record for record in found.values() if record.refusal is RefusalReason.SHED]
     assert shed
     assert 0 not in {record.request.priority for record in shed}
     assert all(record.token_ids == [] for record in shed)
     assert all(found[f"q{i}"].finish_reason is FinishReason.LENGTH for i in range(0, 200, 4)), "not all urgent ones"
-    assert {r.finish_reason for r in found.values() if not r.refusal} == {FinishReason.LENGTH, FinishReason.SHED}
+    assert {r.finish_reason for r in found.values() if not r.refusal} == {FinishReason.LENGTH}
+    assert {r.refusal for r in found.values() if r.refusal} == {RefusalReason.SHED}

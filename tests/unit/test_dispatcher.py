@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
-from router.dispatcher import Dispatch, Dispatcher, DispatcherConfig, Fail, Refuse, SendAbort
+from router.dispatcher import Dispatcher, DispatcherConfig
+from router.instructions import Dispatch, Fail, Refuse, SendAbort
 from router.placement import least_tokens, round_robin
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 
@@ -180,3 +181,111 @@ def test_a_newcomer_does_not_get_everything_under_round_robin() -> None:
     newcomer = ReplicaView(ReplicaId("c"), "address", "incarnation")
     dispatcher.add_replica(newcomer)
     assert newcomer.num_placed == 1000
+
+
+def full_of(priority: int, arrival: float = 0.0) -> ReplicaLoad:
+    return ReplicaLoad(num_queued=4, queue_cap=4, drain_rate=0.5, last_queued=(priority, 60.0 * priority + arrival))
+
+
+def test_an_urgent_request_is_offered_to_a_full_queue_with_somebody_less_urgent_in_it() -> None:
+    dispatcher = make(A, B, priority_ageing_s=60.0)
+    dispatcher.on_load(A, full_of(0), 0.0)
+    dispatcher.on_load(B, full_of(5), 0.0)
+    assert dispatcher.submit(rid(0), 1, 1, 1.0, (0.0, 5, 1.0)) == [], "as urgent as the last one there"
+    assert dispatcher.submit(rid(1), 1, 1, 1.0, (0.0, 2, 1.0)) == [Dispatch(rid(1), B, 1)]
+    assert dispatcher.on_reply(rid(1), 1, RefusalReason.QUEUE_FULL, "", 1.0) == [], "not again without news"
+    assert dispatcher.on_load(A, full_of(1), 1.01) == []
+    assert dispatcher.on_load(B, full_of(4), 1.02) == [Dispatch(rid(1), B, 2)]
+
+
+def test_nobody_is_pushed_out_while_there_is_room_elsewhere() -> None:
+    dispatcher = make(A, B, priority_ageing_s=60.0)
+    dispatcher.on_load(A, full_of(5), 0.0)
+    dispatcher.on_load(B, ReplicaLoad(num_queued=3, queue_cap=4, num_uncomputed_tokens=10**6), 0.0)
+    assert dispatcher.submit(rid(0), 1, 1, 1.0, (0.0, 0, 1.0)) == [Dispatch(rid(0), B, 1)]
+
+
+def test_a_flood_of_equals_costs_no_messages() -> None:
+    dispatcher = make(A, B, priority_ageing_s=60.0, max_held_requests=10)
+    for replica_id in (A, B):
+        dispatcher.on_load(replica_id, full_of(3), 0.0)
+    told = [dispatcher.submit(rid(i), 1, 1, 1.0, (0.0, 3, 1.0)) for i in range(100)]
+    assert sum(map(len, told)) == 90, "ten are held, the others refused at once"
+    assert all(isinstance(instruction, Refuse) for one in told for instruction in one)
+    assert dispatcher.is_certainly_full(1, 1.0, (0.0, 3, 1.0))
+    assert not dispatcher.is_certainly_full(1, 1.0, (0.0, 2, 1.0))
+
+
+def test_without_the_policy_priorities_change_nothing() -> None:
+    dispatcher = make(A, max_held_requests=1)
+    dispatcher.on_load(A, full_of(5), 0.0)
+    assert dispatcher.submit(rid(0), 1, 1, 1.0, (0.0, 0, 1.0)) == []
+    (refused,) = dispatcher.submit(rid(1), 1, 1, 1.0, (0.0, -9, 1.0))
+    assert isinstance(refused, Refuse)
+
+
+def test_held_requests_are_offered_in_the_order_of_the_policy() -> None:
+    dispatcher = make(A, priority_ageing_s=60.0)
+    dispatcher.on_load(A, FULL, 0.0)
+    for number, priority in enumerate((3, 1, 2)):
+        assert dispatcher.submit(rid(number), 1, 1, 1.0, (0.0, priority, 1.0)) == []
+    sent = dispatcher.on_load(A, ROOM, 1.01)
+    assert [instruction.request_id for instruction in sent] == [rid(1), rid(2), rid(0)]
+
+
+def test_a_held_request_makes_way_for_a_more_urgent_one_when_no_more_may_be_held() -> None:
+    dispatcher = make(A, priority_ageing_s=60.0, max_held_requests=2)
+    dispatcher.on_load(A, FULL, 0.0)
+    dispatcher.submit(rid(0), 1, 1, 1.0, (0.0, 5, 1.0))
+    dispatcher.submit(rid(1), 1, 1, 1.0, (0.0, 3, 1.0))
+    (shed,) = dispatcher.submit(rid(2), 1, 1, 1.01, (0.0, 4, 1.01))
+    assert isinstance(shed, Refuse)
+    assert (shed.request_id, shed.reason) == (rid(0), RefusalReason.SHED)
+    assert shed.retry_after_s >= 1
+    (refused,) = dispatcher.submit(rid(3), 1, 1, 1.02, (0.0, 4, 1.02))
+    assert isinstance(refused, Refuse)
+    assert (refused.request_id, refused.reason) == (rid(3), RefusalReason.QUEUE_FULL)
+    assert dispatcher.num_held == 2
+
+
+def test_a_shed_request_tries_the_others_then_waits_for_what_is_left_of_its_time() -> None:
+    dispatcher = make(A, B, admission_wait_s=0.1)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    assert dispatcher.on_shed(rid(0), 5.0 - 3.0) == [Dispatch(rid(0), B, 2)]
+    dispatcher.on_reply(rid(0), 2, None, "", 2.0)
+    assert dispatcher.on_shed(rid(0), 2.5) == [], "both have shed it and have no news"
+    assert dispatcher.next_deadline() == 2.6
+    (refused,) = dispatcher.on_time(2.6)
+    assert isinstance(refused, Refuse)
+    assert refused.reason is RefusalReason.SHED
+    assert dispatcher.on_shed(rid(0), 3.0) == [], "it is over"
+
+
+def test_held_time_is_one_sum() -> None:
+    dispatcher = make(A, admission_wait_s=0.1)
+    dispatcher.on_load(A, FULL, 0.0)
+    dispatcher.submit(rid(0), 1, 10, 1.0)
+    assert dispatcher.on_load(A, ROOM, 1.07) == [Dispatch(rid(0), A, 1)]
+    dispatcher.on_reply(rid(0), 1, None, "", 1.08)
+    assert dispatcher.on_shed(rid(0), 2.0) == []
+    assert dispatcher.next_deadline() == 2.0 + (1.1 - 1.08)
+
+
+def test_a_deadline_ends_a_held_request_at_once_and_no_other() -> None:
+    dispatcher = make(A, admission_wait_s=10.0)
+    (refused,) = dispatcher.submit(rid(0), 1, 1, 5.0, deadline_at=5.0)
+    assert isinstance(refused, Refuse)
+    assert (refused.reason, refused.retry_after_s) == (RefusalReason.DEADLINE, 0.0)
+    dispatcher.on_load(A, FULL, 5.0)
+    dispatcher.submit(rid(1), 1, 1, 5.0, deadline_at=5.5)
+    dispatcher.submit(rid(2), 1, 1, 5.0, deadline_at=50.0)
+    assert dispatcher.next_deadline() == 5.5
+    (refused,) = dispatcher.on_time(5.5)
+    assert isinstance(refused, Refuse)
+    assert (refused.request_id, refused.reason) == (rid(1), RefusalReason.DEADLINE)
+    dispatcher.on_load(A, ROOM, 6.0)
+    dispatcher.on_reply(rid(2), 1, None, "", 6.0)
+    dispatcher.progressed(rid(2))
+    assert dispatcher.on_lost(A, 49.0) == []
+    assert dispatcher.next_deadline() == 69.0, "what has begun is brought to its end"

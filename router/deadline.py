@@ -1,0 +1,41 @@
+"""PURE. When an answer must have begun: a header and a field say so, in milliseconds from the arrival."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from replica.errors import DeadlineExceededError, InvalidRequestError
+from router.openai_api import MAX_DEADLINE_MS, ChatOrCompletion
+from router.sentences import short
+
+HEADER = "X-Request-Deadline-Ms"
+_HEADER = HEADER.lower().encode()
+
+
+def header_deadline_ms(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
+    """What the header says; of several the earliest. Raises InvalidRequestError."""
+    found = []
+    for name, value in headers:
+        if name == _HEADER:
+            text = value.decode("latin-1")
+            try:
+                number = float(text)
+            except ValueError:
+                number = 0.0
+            if not 0 < number <= MAX_DEADLINE_MS:  # NaN is neither
+                raise InvalidRequestError(
+                    f"{HEADER} is {short(text)}; allowed: a number above 0, up to {MAX_DEADLINE_MS} (a day).", HEADER
+                )
+            found.append(number)
+    return min(found, default=None)
+
+
+def deadline_of(request: ChatOrCompletion, header_ms: float | None, arrived_s: float, now_s: float) -> float | None:
+    """Seconds since the epoch; `arrived_s` and `now_s` as well. Raises DeadlineExceededError if it has passed."""
+    given = [value for value in (request.deadline_ms, header_ms) if value is not None]
+    if not given:
+        return None
+    deadline_s = arrived_s + min(given) / 1000
+    if deadline_s <= now_s:
+        raise DeadlineExceededError("The deadline passed before the request was read.")
+    return deadline_s

@@ -1,0 +1,43 @@
+"""PURE. What the dispatcher tells its shell to do."""
+
+from __future__ import annotations
+
+import msgspec
+
+from replica.messages import RefusalReason, ReplicaId, RequestId
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """Submit the request to this replica, as attempt `epoch`."""
+
+    request_id: RequestId
+    replica_id: ReplicaId
+    epoch: int
+    #: it was accepted before, so the replica's cap does not apply
+    is_returning: bool = False
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """Answer the client: not now. Only ever before the first byte."""
+
+    request_id: RequestId
+    reason: RefusalReason
+    retry_after_s: float
+    message: str
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """End a stream that had begun and cannot be continued."""
+
+    request_id: RequestId
+    message: str
+
+
+class SendAbort(msgspec.Struct, frozen=True):
+    """Tell the replica that nobody wants this request any more."""
+
+    request_id: RequestId
+    replica_id: ReplicaId
+
+
+Instruction = Dispatch | Refuse | Fail | SendAbort
