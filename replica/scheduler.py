@@ -62,6 +62,8 @@ class Scheduler:
             config, self.policy, blocks, self.returning, self.queued, self.running, self.counters
         )
         self._dropped: list[int] = []
+        #: of the step in the runner's hands
+        self._told_dropped: list[int] = []
         self._in_step: InStep | None = None
         self.pace = StepPace(config.tpot_target_ms / 1000)
         self._speculation = Speculation(config, blocks, self.running, self.counters)
@@ -132,7 +134,7 @@ class Scheduler:
         if not members and not self._dropped:
             return None
         plan = budget.plan(self.counters.steps, self._dropped)
-        self._dropped = []
+        self._dropped, self._told_dropped = [], self._dropped
         self._in_step = members
         self.running.in_step[members.rows] = True
         self.counters.steps += 1
@@ -156,6 +158,8 @@ class Scheduler:
         registered.
         """
         members, self._in_step = self._in_step, None
+        # perhaps the runner failed before it had read them; to forget somebody twice does no harm
+        self._dropped, self._told_dropped = self._told_dropped + self._dropped, []
         progress = []
         for row in [] if members is None else members.rows.tolist():
             sequence = self.running.owner(row)

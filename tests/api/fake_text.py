@@ -14,7 +14,8 @@ from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-EOS = 2
+#: all of them end a text, so that with ignore_eos every token is one to read: tests count tokens by what they read
+EOS = (0, 1, 2)
 TEMPLATE = (
     "{% for message in messages %}"
     "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"

@@ -263,7 +263,7 @@ def fake_api(
             block_size=16,
             max_model_len=max_model_len,
             vocab_size=fake_vocab_size(),
-            eos_token_ids=(EOS,),
+            eos_token_ids=EOS,
             cost=CostModel(step_s, 0, 0, 0),
         )
         # the engine asks for its runner only when it starts
