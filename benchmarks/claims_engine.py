@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -93,6 +94,22 @@ def admit(full: bool) -> Iterator[tuple[str, Measured]]:
 def lookup(full: bool) -> Iterator[tuple[str, Measured]]:
     """The same prompt again: which of its blocks are cached."""
     yield from _admission(full, "lookup", 0.5, VLLM_LOOKUP_MS, ("lookup",))
+
+
+@claim("engine.soak")
+def soak(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Requests of public traces (else synthetic ones) through the engine core in virtual time; raises on any loss."""
+    from benchmarks import trace_soak
+
+    started = time.monotonic()
+    total = trace_soak.run(1_000_000 if full else 40_000, 0, Path("../shared/traces"), quiet=not full)
+    rate = total.requests / (time.monotonic() - started)
+    note = (
+        f"{total.tokens} output and {total.prompt_tokens} prompt tokens, {total.steps} steps, {total.preemptions} "
+        f"preemptions, {total.refused} refused, {total.aborted} aborted, {total.shed} shed, {total.overdue} overdue"
+    )
+    yield "", Measured(total.requests, "requests, none lost", note=note)
+    yield "rate", Measured(rate, "requests/s")
 
 
 @claim("engine.tpot")

@@ -1,5 +1,5 @@
-"""`make soak ARGS="--minutes 10 --kills 20"`: random clusters in virtual time with faults, then kill -9 on a live
-cluster.
+"""`make soak ARGS="--requests 1000000 --minutes 10 --kills 20"`: a million requests of public traces through one engine
+(`benchmarks/trace_soak.py`), random clusters in virtual time with faults, then kill -9 on a live cluster.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
 it is in `tests/simulation/test_cluster.py` and `tests/cluster/test_serve.py`; figures of the last full run are in
@@ -12,8 +12,9 @@ import argparse
 import random
 import sys
 import time
+from pathlib import Path
 
-from benchmarks import kill
+from benchmarks import kill, trace_soak
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import burst, engine
@@ -112,8 +113,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--kills", type=int, default=20, help="on live clusters")
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of public traces through one engine")
+    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="absent: synthetic requests")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.requests:
+        trace_soak.run(options.requests, options.seed, options.traces)
     virtual(options.minutes, options.seed)
     return 1 if live(options.kills) else 0
 
