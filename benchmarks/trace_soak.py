@@ -237,8 +237,8 @@ class Episode:
             self._core.validate()
             assert self._cached == set(self._core.blocks.cached_hashes()), "events do not give the cached set"
             tally.validations += 1
-            running = {s.seq_id for s in self._core.scheduler.running}
-            self._names = {seq_id: name for seq_id, name in self._names.items() if seq_id in running}
+            living = {s.seq_id for s in self._core.scheduler.living()}
+            self._names = {seq_id: name for seq_id, name in self._names.items() if seq_id in living}
 
     def _check_baseline(self) -> None:
         core, tally = self._core, self.tally
