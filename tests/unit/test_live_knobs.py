@@ -13,7 +13,7 @@ from replica.messages import FinishReason, RefusalReason
 from tests.unit.engine_harness import Harness, reference
 
 
-def busy(num_running: int, num_queued: int, *, num_blocks: int = 400, **scheduler: object) -> Harness:
+def busy(num_running: int, num_queued: int, *, num_blocks: int = 400, **scheduler: Any) -> Harness:
     """So many run, and so many wait because `max_num_seqs` is reached. Names: r0, r1, ... and q0, q1, ..."""
     h = Harness(num_blocks=num_blocks, max_num_seqs=num_running, **scheduler)
     for number in range(num_running):
