@@ -1,8 +1,8 @@
 """PURE. One replica without its shell: admission, scheduler, blocks and the outputs for each router.
 
-Events in (`submit`, `abort`, `update`), orders out (`schedule` gives a plan for the runner, `update` gives messages for
-routers). `replica/engine.py` drives it with asyncio and a runner thread; the simulator drives it with a virtual clock.
-Both run this code.
+Events in (`submit`, `abort`, `update`, `configure`), orders out (`schedule` gives a plan for the runner, `update` gives
+messages for routers). `replica/engine.py` drives it with asyncio and a runner thread; the simulator drives it with a
+virtual clock. Both run this code.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from replica.admission import Admission, Refused
 from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
-from replica.config import EngineConfig
+from replica.config import AdmissionConfig, EngineConfig, SchedulerConfig
 from replica.deadlines import Deadlines
 from replica.departures import Departures
 from replica.grammar_gate import GrammarGate
@@ -49,13 +49,9 @@ class EngineCore:
         #: for the shell to fill
         self.step_times = StepTimes()
         self._requests = RequestBook()
-        self._shedding = Shedding(
-            self.scheduler.policy,
-            self._requests,
-            (self.scheduler.queued, self.scheduler.blocked),
-            self._admission.cap,
-            config.scheduler.shed_above_queued_tokens,
-        )
+        self._shedding = self._make_shedding(config.scheduler)
+        #: more than this may not be queued: the cap, or those who were queued already when it was lowered
+        self._most_queued = self._admission.cap
         self._deadlines = Deadlines()
         #: of sequences that ended outside of a step, until somebody takes it
         self._ended: RouterOutputs = {}
@@ -85,6 +81,7 @@ class EngineCore:
         place (`take_ended`).
         """
         refusal, message = None, ""
+        self._most_queued = max(self._admission.cap, min(self._most_queued, self.scheduler.num_queued))
         try:
             packed = self._admission.check(request, (router_id, request.request_id) in self._requests, now)
             shed = [] if request.is_returning else self._shedding.make_room(request, self._next_seq_id)
@@ -95,6 +92,17 @@ class EngineCore:
             self._end_queued(shed, FinishReason.SHED, "the request made way for a more urgent one", now)
             self._accept(router_id, request, packed, now)
         return SubmitReply(request.request_id, epoch, self.load(now), refusal, message)
+
+    def configure(self, scheduler: SchedulerConfig, admission: AdmissionConfig) -> None:
+        """Other rules from now on; both are resolved. Safe at any time, also while the runner works on a step.
+
+        Nobody is ended, refused or put back for it: above a lowered cap submissions are refused until enough have left
+        the queue. What follows for those who wait, follows in the next `submit` and `schedule`.
+        """
+        self.scheduler.configure(scheduler)
+        self._admission.cap = admission.max_queued_requests
+        self._shedding = self._make_shedding(scheduler)
+        self._most_queued = max(self._admission.cap, self.scheduler.num_queued)
 
     def take_ended(self) -> RouterOutputs:
         """Ends outside of a step, for their routers: take them after `submit`, `schedule` and `end_overdue`."""
@@ -253,12 +261,18 @@ class EngineCore:
     def validate(self) -> None:
         """Check all invariants. Raises AssertionError."""
         self.scheduler.validate()
-        assert self.scheduler.num_queued <= self._admission.cap, (
-            f"{self.scheduler.num_queued} queued, cap {self._admission.cap}"
+        assert self.scheduler.num_queued <= self._most_queued, (
+            f"{self.scheduler.num_queued} queued, cap {self._admission.cap}, allowed {self._most_queued}"
         )
         self._grammars.validate(self.scheduler.blocked)
         self._departures.validate()
         self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
+
+    def _make_shedding(self, config: SchedulerConfig) -> Shedding:
+        scheduler = self.scheduler
+        waiting = (scheduler.queued, scheduler.blocked)
+        max_tokens = config.shed_above_queued_tokens
+        return Shedding(scheduler.policy, self._requests, waiting, self._admission.cap, max_tokens)
 
     def _end_queued(self, sequences: list[Sequence], reason: FinishReason, message: str, now: float) -> None:
         for sequence in sequences:

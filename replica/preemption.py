@@ -66,6 +66,8 @@ class VictimChoice:
         """
         if not self._policy.has_classes or running.max_priority <= urgent.order_key[1]:
             return []
+        if len(running) > max_num_seqs:
+            return []  # it was lowered while they ran: nobody is put back for that, and nobody joins until enough ended
         missing = self._blocks.num_missing(urgent, keep_free)
         if missing <= 0 and len(running) < max_num_seqs:
             return []

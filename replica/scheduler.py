@@ -12,7 +12,8 @@ One step, in order (vLLM's v1 model with deliberate changes, marked *):
 5. Tokens that are left over go to guesses of what running sequences say next (`replica/speculation.py`)*.
 6. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
 
-`schedule` and `update` alternate; between them the runner works, and `add` and `abort` may be called at any time.
+`schedule` and `update` alternate; between them the runner works, and `add`, `abort` and `configure` may be called at
+any time.
 """
 
 from __future__ import annotations
@@ -23,18 +24,16 @@ from itertools import chain
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
 from replica.messages import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, FinishReason, PreemptionCause
-from replica.order import QueueKey, make_policy
-from replica.preemption import VictimChoice, take_back_by
-from replica.prefill_lanes import PrefillLanes
+from replica.order import OrderPolicy, QueueKey
 from replica.progress import Progress, SchedulerCounters, StepProgress
 from replica.running_set import Decodes, RunningSet
 from replica.sequence import Sequence, Status
-from replica.speculation import Speculation
+from replica.speculation import Drafter
 from replica.step import StepPlan, StepResult
-from replica.step_admission import StepAdmission
 from replica.step_budget import StepBudget
 from replica.step_intake import InStep, StepIntake
 from replica.step_pace import StepPace
+from replica.step_rules import StepRules
 from replica.waiting_queue import WaitClock, WaitingQueue
 
 
@@ -44,11 +43,7 @@ class Scheduler:
     """
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager, eos_token_ids: tuple[int, ...]) -> None:
-        assert config.max_num_batched_tokens is not None, "resolve() the configuration first"
-        self._config = config
-        self._max_batched = config.max_num_batched_tokens
         self._blocks = blocks
-        self.policy = make_policy(config)
         self.queued = WaitingQueue()
         self.returning = WaitingQueue()
         #: waiting sequences that may not run yet, because their grammar is being compiled
@@ -56,18 +51,19 @@ class Scheduler:
         self.running = RunningSet(blocks.block_size, blocks.is_caching)
         self._wait_clock = WaitClock()
         self.counters = SchedulerCounters()
-        self._victims = VictimChoice(config, self.policy, blocks)
-        self._take_back = take_back_by(config.preemption_mode, blocks)
-        self._admission = StepAdmission(
-            config, self.policy, blocks, self.returning, self.queued, self.running, self.counters
-        )
+        self._rules = self._make_rules(config)
+        #: more than this may not run: `max_num_seqs`, or those who ran already when it was lowered
+        self._most_running = config.max_num_seqs
         self._dropped: list[int] = []
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
         self._in_step: InStep | None = None
         self.pace = StepPace(config.tpot_target_ms / 1000)
-        self._speculation = Speculation(config, blocks, self.running, self.counters)
-        self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._speculation, self._finish)
+        self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
+
+    @property
+    def policy(self) -> OrderPolicy:
+        return self._rules.policy
 
     @property
     def has_work(self) -> bool:
@@ -105,6 +101,26 @@ class Scheduler:
         self.blocked.remove(sequence)
         self._queue_of(sequence).push(sequence)
 
+    def configure(self, config: SchedulerConfig) -> None:
+        """Another configuration from the next `schedule` on, whatever the runner is doing. `config` is resolved.
+
+        Nobody is ended or put back for it: above a lowered `max_num_seqs` nobody is admitted until enough have ended. A
+        prompt that is computed in part goes on by the new rules. A new order holds for all who wait and run.
+        """
+        old, rules = self._rules, self._make_rules(config)
+        self._rules = rules
+        self._most_running = max(config.max_num_seqs, len(self.running))
+        self.pace.target_s = config.tpot_target_ms / 1000
+        if not rules.orders_like(old):
+            for sequence in self.running:
+                sequence.queue_key = self._key(sequence)
+            for queue in (self.queued, self.returning, self.blocked):
+                queue.sort_by(self._key)
+        if config.speculative_ngram != old.config.speculative_ngram:
+            for sequence in self.living():
+                if sequence.drafter is not None:  # it looks things up by the old length; its guess may be in the step
+                    sequence.drafter = Drafter()
+
     def abort(self, sequence: Sequence, reason: FinishReason, now: float) -> bool:
         """End `sequence`. True if it is over now; False if the runner works on it, so that its blocks are freed by
         `update`.
@@ -123,13 +139,15 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute and nothing to tell the runner."""
         assert not self._in_step, "update() the last step first"
-        budget = StepBudget(self._max_batched, self._lanes())
+        rules = self._rules
+        self._most_running = max(rules.config.max_num_seqs, min(self._most_running, len(self.running)))
+        budget = StepBudget(rules.max_batched, rules.lanes())
         self._displace(now)
         num_preemptions = self.counters.preemptions
         decodes = self._schedule_running(budget, now)
         if self.counters.preemptions == num_preemptions:
-            self._admission.admit(budget, now)
-            self._speculation.draft(decodes, budget, self._admission.keep_free)
+            rules.admission.admit(budget, now)
+            rules.speculation.draft(decodes, budget, rules.admission.keep_free)
         members = InStep(decodes, budget.chunks)
         if not members and not self._dropped:
             return None
@@ -180,7 +198,7 @@ class Scheduler:
         """Check queues against states. Raises AssertionError."""
         everyone = self.living()
         assert len({s.seq_id for s in everyone}) == len(everyone), "a sequence is in two queues"
-        assert len(self.running) <= self._config.max_num_seqs, "more running than max_num_seqs"
+        assert len(self.running) <= self._most_running, "more running than max_num_seqs, or than when it was lowered"
         for queue, status in (
             (self.running, {Status.RUNNING}),
             (self.returning, {Status.RETURNING}),
@@ -213,31 +231,29 @@ class Scheduler:
             budget.limit(self.pace.limit(len(decodes), budget.tokens_left))
         if budget.lanes.has_long_lane and self._has_short_prompt(prefills):
             budget.lanes.share(budget.tokens_left)
+        is_chunked = self._rules.config.enable_chunked_prefill
         for sequence in prefills:
             if sequence.status is Status.RUNNING:
+                if not is_chunked and not budget.has_prefill:
+                    # it began while prompts were cut: as one that begins now, the first of a step gets all it wants
+                    budget.allow_whole(sequence.num_uncomputed_tokens)
                 budget.spend_prompt(sequence)
         return decodes
 
-    def _lanes(self) -> PrefillLanes:
-        config = self._config
-        if not config.enable_chunked_prefill:
-            return PrefillLanes(config.long_prefill_token_threshold)
-        return PrefillLanes(
-            config.long_prefill_token_threshold, config.max_partial_prefills, config.max_long_partial_prefills
-        )
-
     def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
         """Some prompt that is not long wants tokens; waiting ones are judged by their length."""
-        threshold = self._config.long_prefill_token_threshold
+        threshold = self._rules.config.long_prefill_token_threshold
         return any(s.num_uncomputed_tokens <= threshold for s in prefills) or any(
             s.num_tokens <= threshold for s in chain(self.returning, self.queued)
         )
 
     def _displace(self, now: float) -> None:
         """Whose turn it is may take the place of less urgent ones that run."""
-        if not self.policy.has_classes or not self.running or (urgent := self._admission.first()) is None:
+        rules = self._rules
+        if not rules.policy.has_classes or not self.running or (urgent := rules.admission.first()) is None:
             return
-        victims = self._victims.for_urgent(urgent, self.running, self._config.max_num_seqs, self._admission.keep_free)
+        max_num_seqs, keep_free = rules.config.max_num_seqs, rules.admission.keep_free
+        victims = rules.victims.for_urgent(urgent, self.running, max_num_seqs, keep_free)
         if victims and self._has_lane(urgent, victims):
             for victim in victims:
                 self.preempt(victim, PreemptionCause.DISPLACED, now)
@@ -245,13 +261,13 @@ class Scheduler:
 
     def _has_lane(self, urgent: Sequence, leaving: list[Sequence]) -> bool:
         """Without one nobody need leave: `urgent` could not begin."""
-        lanes = self._lanes()
+        lanes = self._rules.lanes()
         if not lanes.is_open:
             for sequence in self.running.split()[1]:
                 if sequence not in leaving:
                     lanes.enter(sequence.num_uncomputed_tokens, 0)
         num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
-        return lanes.is_open or lanes.has_place(num_uncached, self._max_batched)
+        return lanes.is_open or lanes.has_place(num_uncached, self._rules.max_batched)
 
     def _grow(self, decodes: Decodes, now: float) -> dict[int, list[int]]:
         """Blocks for one token more, for those who need one: one decode in `block_size`. Returns what each got."""
@@ -261,7 +277,7 @@ class Scheduler:
                 continue  # preempted for one of the earlier ones
             sequence = self.running.owner(row)
             while (grown := self._blocks.grow(sequence, sequence.num_tokens)) is None:
-                victim = self._victims.for_blocks(sequence, self.running)
+                victim = self._rules.victims.for_blocks(sequence, self.running)
                 new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
                 self.preempt(victim, PreemptionCause.BLOCKS, now)
                 if victim is sequence:
@@ -277,7 +293,7 @@ class Scheduler:
         self.running.remove(victim)
         victim.record.put_back(cause, victim.num_computed_tokens, now)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
-        self._take_back(victim)
+        self._rules.take_back(victim)
         self._forget_at_runner(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
@@ -285,6 +301,9 @@ class Scheduler:
         victim.queue_key = self._key(victim)
         self.returning.push(victim)
         self._wait_clock.begin(victim, self.num_waiting)
+
+    def _make_rules(self, config: SchedulerConfig) -> StepRules:
+        return StepRules(config, self._blocks, self.returning, self.queued, self.running, self.counters)
 
     def _key(self, sequence: Sequence) -> QueueKey:
         work = 0

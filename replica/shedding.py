@@ -45,7 +45,8 @@ class Shedding:
         newcomer = (request.order_key[1], self._policy.key(request.order_key, work, seq_id))
         num_sequences, num_tokens = len(request.sequences), request.num_prompt_tokens
         num_queued = self.num_queued
-        surplus = num_queued + num_sequences - self._cap
+        # above the cap (it was lowered) places are taken over one for one: the newcomer need not bring it down again
+        surplus = num_sequences - max(0, self._cap - num_queued)
         num_queued_tokens = sum(queue.num_tokens for queue in self._queues)
         shed: list[Sequence] = []
         if surplus <= 0 and not self._is_too_much(num_queued_tokens, num_tokens):

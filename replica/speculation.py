@@ -80,15 +80,12 @@ class Drafter:
 class Speculation:
     """Puts drafts beside the decodes of a step, from the tokens that decodes and prompts leave; they preempt nobody."""
 
-    def __init__(
-        self, config: SchedulerConfig, blocks: BlockManager, running: RunningSet, counters: SchedulerCounters
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager, running: RunningSet) -> None:
         self._most = config.num_speculative_tokens
         self._ngram = config.speculative_ngram
         self._max_step_tokens = config.speculative_max_step_tokens
         self._blocks = blocks
         self._running = running
-        self._counters = counters
 
     def draft(self, decodes: Decodes, budget: StepBudget, keep_free: int) -> None:
         """Guess for those of `decodes`, already in `budget`, that may. At least `keep_free` blocks stay free."""
@@ -110,13 +107,6 @@ class Speculation:
             if drafts := sequence.drafter.propose(sequence.token_ids, self._ngram, most):
                 room -= self._plan(sequence, position, drafts, budget, keep_free)
 
-    def judge(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
-        """What the runner made of the drafts of `sequence`."""
-        assert sequence.drafter is not None
-        sequence.drafter.judge(num_drafted, num_accepted)
-        self._counters.drafted_tokens += num_drafted
-        self._counters.accepted_tokens += num_accepted
-
     def _plan(self, sequence: Sequence, position: int, drafts: list[int], budget: StepBudget, keep_free: int) -> int:
         """As many of `drafts` as have a block; returns how many."""
         blocks = self._blocks
@@ -130,3 +120,11 @@ class Speculation:
             self._running.cover(sequence)
         budget.spend_drafts(position, drafts, new_blocks)
         return len(drafts)
+
+
+def judge(sequence: Sequence, num_drafted: int, num_accepted: int, counters: SchedulerCounters) -> None:
+    """What the runner made of the drafts of `sequence`. No configuration is asked: it may have changed meanwhile."""
+    assert sequence.drafter is not None
+    sequence.drafter.judge(num_drafted, num_accepted)
+    counters.drafted_tokens += num_drafted
+    counters.accepted_tokens += num_accepted

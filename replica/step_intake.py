@@ -17,7 +17,7 @@ from replica.messages import FinishReason
 from replica.progress import Progress, SchedulerCounters, StepProgress
 from replica.running_set import Decodes, RunningSet
 from replica.sequence import Sequence
-from replica.speculation import Speculation
+from replica.speculation import judge
 from replica.step import StepPlan, StepResult
 
 #: ends a sequence: frees its blocks and takes it out of its queue
@@ -47,14 +47,12 @@ class StepIntake:
         running: RunningSet,
         counters: SchedulerCounters,
         eos_token_ids: tuple[int, ...],
-        speculation: Speculation,
         finish: Finish,
     ) -> None:
         self._blocks = blocks
         self._running = running
         self._counters = counters
         self._eos = frozenset(eos_token_ids)
-        self._speculation = speculation
         self._finish = finish
 
     def take(self, members: InStep, plan: StepPlan, result: StepResult, now: float) -> StepProgress:
@@ -113,7 +111,7 @@ class StepIntake:
         token_ids = [token_id]
         if drafts := plan.drafts.get(sequence.seq_id):
             more = result.more.get(sequence.seq_id, [])
-            self._speculation.judge(sequence, len(drafts), len(more))
+            judge(sequence, len(drafts), len(more), self._counters)
             while reason is None and len(token_ids) <= len(more):
                 token_id = more[len(token_ids) - 1]
                 token_ids.append(token_id)

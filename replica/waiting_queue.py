@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
 
+from replica.order import QueueKey
 from replica.sequence import Sequence, Status
 
 _key = attrgetter("queue_key")
@@ -40,7 +41,8 @@ def _still_waits(entry: tuple[float, int, Sequence]) -> bool:
 
 
 class WaitingQueue:
-    """Sorted by `Sequence.queue_key`, which does not change while a sequence is in here (`replica/order.py`).
+    """Sorted by `Sequence.queue_key`, which changes only through `sort_by` while a sequence is in here
+    (`replica/order.py`).
 
     A sequence that comes back (preempted) has its old key and so its old place: it never falls behind a later one (vLLM
     #41951).
@@ -85,6 +87,12 @@ class WaitingQueue:
         position = bisect_left(self._items, sequence.queue_key, key=_key)
         assert self._items[position] is sequence, f"{sequence} is not in the queue"
         self.take(position)
+
+    def sort_by(self, key_of: Callable[[Sequence], QueueKey]) -> None:
+        """Another order for all who are in here; `key_of` gives the new keys."""
+        for sequence in self._items:
+            sequence.queue_key = key_of(sequence)
+        self._items.sort(key=_key)
 
     def holds(self, sequence: Sequence) -> bool:
         position = bisect_left(self._items, sequence.queue_key, key=_key)

@@ -34,9 +34,10 @@ class Harness:
         self.runner = FakeModelRunner(
             num_blocks=num_blocks, block_size=block_size, vocab_size=VOCAB, eos_token_ids=(7,)
         )
-        settings = {"max_num_batched_tokens": 32, "watermark": 0.0, **scheduler}
+        self.settings = {"max_num_batched_tokens": 32, "watermark": 0.0, **scheduler}
+        self.cap = cap
         config = EngineConfig(
-            scheduler=SchedulerConfig.model_validate(settings),
+            scheduler=SchedulerConfig.model_validate(self.settings),
             admission=AdmissionConfig(max_queued_requests=cap),
             cache=CacheConfig(enable_prefix_caching=caching),
         )
@@ -48,6 +49,15 @@ class Harness:
         #: what the last submission was answered
         self.message = ""
         self.now = 0.0
+
+    def configure(self, *, cap: int | None = None, **scheduler: object) -> None:
+        """These settings change, the others stay."""
+        self.settings |= scheduler
+        self.cap = self.cap if cap is None else cap
+        self.core.configure(
+            SchedulerConfig.model_validate(self.settings), AdmissionConfig(max_queued_requests=self.cap)
+        )
+        self.core.validate()
 
     def submit(
         self,

@@ -161,7 +161,7 @@ def test_c_15_blocks_of_an_unfinished_prefill_are_not_visible() -> None:
     h.step()
     assert h.sequence("again").num_cached_tokens == 48, "what was really computed, and no more"
     h.submit("beside it", prompt)
-    h.core.scheduler._max_batched = 256
+    h.configure(max_num_batched_tokens=256)
     h.step()
     assert h.sequence("beside it").num_cached_tokens == 64
     h.run()

@@ -25,7 +25,7 @@ def test_decodes_come_before_chunks_whatever_was_admitted_first() -> None:
     h.submit("short", [1, 2])
     assert h.step() == {"long": 4, "short": 2}
     # the chunk of `long`, admitted first, may not push the decode of `short` out of the budget
-    h.core.scheduler._max_batched = 4
+    h.configure(max_num_batched_tokens=4)
     assert h.step() == {"short": 1, "long": 3}
 
 
@@ -53,7 +53,7 @@ def test_computed_chunks_of_a_running_prefill_are_shared() -> None:
     h.submit("first", prompt)
     h.step()
     h.submit("second", prompt)
-    h.core.scheduler._max_batched = 100
+    h.configure(max_num_batched_tokens=100)
     h.step()
     (second,) = [s for s in h.core.scheduler.running if s.request_id == "second"]
     assert second.num_cached_tokens == 8
