@@ -33,7 +33,7 @@ class SequenceRecord:
         self.put_back_s = 0.0
 
     def found_no_room(self, cause: WaitCause, now: float) -> None:
-        """It was its turn, and it could not join."""
+        """It was its turn for the first time here, and it could not join."""
         if self.room_wait_since is None:
             self.room_wait_since = now
         self.waited_for = cause

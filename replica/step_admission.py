@@ -140,7 +140,7 @@ class StepAdmission:
             if sequence is None:
                 return
             if len(self._running) >= self._config.max_num_seqs:
-                sequence.record.found_no_room(WaitCause.SEATS, now)
+                _note(sequence, WaitCause.SEATS, now)
                 return
             verdict = self._try(sequence, budget)
             if verdict is _Verdict.JOINS:
@@ -149,7 +149,7 @@ class StepAdmission:
                 if not look_past.passed():
                     return
                 continue
-            sequence.record.found_no_room(_MISSING[verdict], now)
+            _note(sequence, _MISSING[verdict], now)
             if verdict is _Verdict.NO_LANE or (verdict is _Verdict.NO_BLOCKS and look_past.may_pass(sequence)):
                 turns.skip()
             else:
@@ -183,3 +183,9 @@ class StepAdmission:
         if not self._config.enable_chunked_prefill:
             budget.allow_whole(sequence.num_uncomputed_tokens)
         budget.spend_prompt(sequence)
+
+
+def _note(sequence: Sequence, cause: WaitCause, now: float) -> None:
+    """Waiting after a preemption is told as that."""
+    if sequence.first_scheduled_at is None:
+        sequence.record.found_no_room(cause, now)

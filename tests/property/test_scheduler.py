@@ -9,7 +9,6 @@ from typing import Any
 
 import hypothesis.strategies as st
 import msgspec
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -19,9 +18,7 @@ from replica.fake_runner import FakeModelRunner, expected_output
 from replica.messages import (
     FinishReason,
     GenerateRequest,
-    OrderKey,
     RefusalReason,
-    ReplicaId,
     RequestId,
     RouterId,
     SamplingParams,
@@ -33,80 +30,49 @@ from replica.router_output import RouterOutputs
 from replica.sequence import Sequence, Status
 from replica.step import StepPlan
 from router.sequence_names import SequenceNames
+from tests.property.engine_client import BLOCK, CAP, REPLICA, ROUTERS, VOCAB, Client
 
-VOCAB = 101
-BLOCK = 4
-CAP = 5
-ROUTERS = [RouterId("a"), RouterId("b")]
-REPLICA = ReplicaId("r")
+KNOBS = st.fixed_dictionaries(
+    {
+        "max_num_batched_tokens": st.integers(1, 24),
+        "enable_chunked_prefill": st.booleans(),
+        "lanes": st.sampled_from([(0, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 2), (6, 2, 0), (0, 0, 1)]),
+        "max_num_seqs": st.integers(1, 5),
+        "watermark": st.sampled_from([0.0, 0.2]),
+        "policy": st.sampled_from(["fcfs", "priority", "sjf"]),
+        "priority_ageing_s": st.sampled_from([1.0, 1000.0]),
+        "sjf_ageing_tokens_per_s": st.sampled_from([1.0, 100.0]),
+        "admission_look_past": st.integers(0, 3),
+        "max_head_passes": st.integers(0, 3),
+        "preemption_victim": st.sampled_from(["policy", "cost"]),
+        "max_preemptions": st.integers(0, 2),
+        "shed_above_queued_tokens": st.sampled_from([0, 0, 40]),
+        "num_speculative_tokens": st.sampled_from([0, 3]),
+        "speculative_ngram": st.integers(1, 2),
+        "tpot_target_ms": st.sampled_from([0, 9]),
+    }
+)
 
 
-class Client:
-    """What one request was promised and what it got."""
-
-    def __init__(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        output: list[int],
-        sampling: SamplingParams,
-        order_key: OrderKey,
-        deadline: float | None,
-    ) -> None:
-        self.prompts = prompts
-        self.max_tokens = max_tokens
-        self.resumed = output
-        self.tokens: list[list[int]] = [list(output) if index == 0 else [] for index in range(len(prompts))]
-        self.ends: list[FinishReason | None] = [None for _ in prompts]
-        self.prompt_logprobs: list[list[float]] = [[] for _ in prompts]
-        self.sampling = sampling
-        self.order_key = order_key
-        self.deadline = deadline
+def scheduler_config(knobs: dict[str, Any]) -> SchedulerConfig:
+    """`lanes`: threshold, most long prompts, most prompts under way."""
+    threshold, max_long, max_partial = knobs["lanes"]
+    return SchedulerConfig(
+        long_prefill_token_threshold=threshold,
+        max_long_partial_prefills=max_long,
+        max_partial_prefills=max_partial,
+        **{name: value for name, value in knobs.items() if name != "lanes"},
+    )
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(
-        num_blocks=st.integers(6, 20),
-        budget=st.integers(1, 24),
-        chunked=st.booleans(),
-        caching=st.booleans(),
-        lanes=st.sampled_from([(0, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 2), (6, 2, 0), (0, 0, 1)]),
-        knobs=st.fixed_dictionaries(
-            {
-                "max_num_seqs": st.integers(1, 5),
-                "watermark": st.sampled_from([0.0, 0.2]),
-                "policy": st.sampled_from(["fcfs", "priority", "sjf"]),
-                "priority_ageing_s": st.sampled_from([1.0, 1000.0]),
-                "sjf_ageing_tokens_per_s": st.sampled_from([1.0, 100.0]),
-                "admission_look_past": st.integers(0, 3),
-                "max_head_passes": st.integers(0, 3),
-                "preemption_victim": st.sampled_from(["policy", "cost"]),
-                "max_preemptions": st.integers(0, 2),
-                "shed_above_queued_tokens": st.sampled_from([0, 0, 40]),
-            }
-        ),
-    )
-    def build(
-        self,
-        num_blocks: int,
-        budget: int,
-        chunked: bool,
-        caching: bool,
-        lanes: tuple[int, int, int],
-        knobs: dict[str, Any],
-    ) -> None:
+    @initialize(num_blocks=st.integers(6, 20), caching=st.booleans(), knobs=KNOBS)
+    def build(self, num_blocks: int, caching: bool, knobs: dict[str, Any]) -> None:
         self.runner = FakeModelRunner(
             num_blocks=num_blocks, block_size=BLOCK, max_model_len=64, vocab_size=VOCAB, eos_token_ids=()
         )
         self.config = EngineConfig(
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=budget,
-                enable_chunked_prefill=chunked,
-                long_prefill_token_threshold=lanes[0],
-                max_long_partial_prefills=lanes[1],
-                max_partial_prefills=lanes[2],
-                **knobs,
-            ),
+            scheduler=scheduler_config(knobs),
             admission=AdmissionConfig(max_queued_requests=CAP),
             cache=CacheConfig(enable_prefix_caching=caching),
         )
@@ -118,6 +84,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.count = 0
         self.aborted: list[RequestId] = []
         self.compiling: list[str] = []
+        self.num_turns = 0
 
     @rule(
         router=st.sampled_from(ROUTERS),
@@ -171,7 +138,8 @@ class EngineMachine(RuleBasedStateMachine):
         least = self.key_of(request)
         # what a strictly more urgent newcomer may push out: requests of which nothing was scheduled
         weaker = self.untouched(lambda s: outranks(scheduler.policy, (priority, least), s.standing))
-        room = CAP - num_queued + sum(map(len, weaker.values()))
+        cap = self.config.admission.max_queued_requests
+        room = max(0, cap - num_queued) + sum(map(len, weaker.values()))
         reply = self.core.submit(router, request, 0, self.now)
         capacity = min(64, self.core.blocks.capacity_tokens)
         limit = self.config.scheduler.shed_above_queued_tokens
@@ -180,6 +148,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert str(capacity) in reply.message
         elif output:
             assert reply.refusal is None, "a cap must never refuse a returning request"
+        elif n > cap:
+            assert reply.refusal is RefusalReason.TOO_MANY_SEQUENCES
         elif patience is not None and patience < 0:
             assert reply.refusal is RefusalReason.DEADLINE
         elif limit and queued_tokens and queued_tokens + n * length > limit:
@@ -220,6 +190,18 @@ class EngineMachine(RuleBasedStateMachine):
         grammar = self.compiling.pop(0)
         self.deliver(self.core.grammar_compiled(grammar, None if works else "not a grammar", self.now))
 
+    @rule(knobs=KNOBS, cap=st.integers(1, CAP))
+    def turn_knobs(self, knobs: dict[str, Any], cap: int) -> None:
+        """At any moment, also while a step runs."""
+        self.config = self.config.model_copy(
+            update={
+                "scheduler": scheduler_config(knobs),
+                "admission": AdmissionConfig(max_queued_requests=cap),
+            }
+        )
+        self.core.configure(self.config.scheduler, self.config.admission)
+        self.num_turns += 1
+
     @rule()
     def reset(self) -> None:
         self.core.reset_prefix_cache()
@@ -240,11 +222,13 @@ class EngineMachine(RuleBasedStateMachine):
             return
         budget = self.config.scheduler.max_num_batched_tokens
         assert budget is not None
-        assert len(plan.seq_ids) == len(set(plan.seq_ids)) <= self.config.scheduler.max_num_seqs
+        most = max(self.config.scheduler.max_num_seqs, running if self.num_turns else 0)
+        assert len(plan.seq_ids) == len(set(plan.seq_ids)) <= most
         if self.config.scheduler.enable_chunked_prefill:
             assert plan.num_tokens <= budget
             if self.config.scheduler.long_prefill_token_threshold:
-                assert max(plan.num_scheduled, default=0) <= self.config.scheduler.long_prefill_token_threshold
+                longest = max(self.known(plan).values(), default=0)
+                assert longest <= self.config.scheduler.long_prefill_token_threshold
             self.lanes_hold(plan)
         assert all(count > 0 for count in plan.num_scheduled)
         if not self.core.scheduler.policy.has_classes:
@@ -253,9 +237,17 @@ class EngineMachine(RuleBasedStateMachine):
             assert len(self.core.scheduler.running) < running + 1, "a step that preempts for blocks admits nobody"
             assert not plan.new
 
+    def known(self, plan: StepPlan) -> dict[int, int]:
+        """Tokens of each sequence in the plan that are no guesses."""
+        counts = zip(plan.seq_ids, plan.num_scheduled, strict=True)
+        return {seq_id: count - len(plan.drafts.get(seq_id, [])) for seq_id, count in counts}
+
     def lanes_hold(self, plan: StepPlan) -> None:
+        """Of who was admitted under the lanes that hold now; knobs may have been turned since."""
         config, running = self.config.scheduler, self.core.scheduler.running
-        given = dict(zip(plan.seq_ids, plan.num_scheduled, strict=True))
+        if self.num_turns:
+            return
+        given = self.known(plan)
         unfinished = [s for s in running if s.num_uncomputed_tokens > max(1, given.get(s.seq_id, 0))]
         if config.max_partial_prefills:
             assert len(unfinished) <= config.max_partial_prefills
@@ -285,13 +277,16 @@ class EngineMachine(RuleBasedStateMachine):
         if failing is not None and failing < len(result.seq_ids):
             seq_ids, token_ids = result.seq_ids.copy(), result.token_ids.copy()
             failed = {seq_ids.pop(failing): "cannot go on"}
+            result.more.pop(next(iter(failed)), None)
             del token_ids[failing]
             result = msgspec.structs.replace(result, seq_ids=seq_ids, token_ids=token_ids, failed=failed)
         self.now += result.duration_s
         outputs = self.core.update(self.plan, result, self.now)
         scheduled = dict(zip(self.plan.seq_ids, self.plan.num_scheduled, strict=True))
         for sequence in self.core.scheduler.running:
-            assert sequence.num_computed_tokens == before[sequence.seq_id] + scheduled.get(sequence.seq_id, 0)
+            seq_id = sequence.seq_id
+            num_rejected = len(self.plan.drafts.get(seq_id, [])) - len(result.more.get(seq_id, []))
+            assert sequence.num_computed_tokens == before[seq_id] + scheduled.get(seq_id, 0) - num_rejected
         self.plan = None
         self.deliver(outputs)
 
@@ -331,9 +326,9 @@ class EngineMachine(RuleBasedStateMachine):
                 is_first = len(client.tokens[item.index]) == (len(client.resumed) if item.index == 0 else 0)
                 client.tokens[item.index] += item.new_token_ids
                 client.ends[item.index] = item.finish_reason
-                self.check_told(client, item, is_first)
+                client.check_told(item, is_first)
                 self.check_given_up(client, item, newcomer)
-                self.check(client, item.index)
+                client.check_tokens(item.index, min(64, self.core.blocks.capacity_tokens))
                 if all(end is not None for end in client.ends):
                     del self.clients[(router, item.request_id)]
                     self.names[router].forget(item.request_id)
@@ -353,31 +348,6 @@ class EngineMachine(RuleBasedStateMachine):
             assert newcomer is not None, "shed, and nobody came"
             if self.config.scheduler.policy != "sjf":  # there the key knows what is cached
                 assert self.core.scheduler.policy.key(client.order_key, 0, 0) > newcomer
-
-    def check_told(self, client: Client, item: SequenceOutput, is_first: bool) -> None:
-        """Logprobs of each token, of the prompt exactly once, whatever was preempted in the middle of it."""
-        sampling = client.sampling
-        assert len(item.logprobs) == (len(item.new_token_ids) if sampling.num_logprobs is not None else 0)
-        if sampling.num_prompt_logprobs is not None and is_first and item.new_token_ids:
-            told = [entry.top_token_ids for entry in item.prompt_logprobs]
-            assert told == [[token_id] for token_id in client.prompts[item.index][1:]]
-        else:
-            assert item.prompt_logprobs == []
-        if item.finish_reason is FinishReason.INVALID:
-            assert item.message == "cannot go on" or (sampling.grammar and item.message == "not a grammar")
-        if item.finish_reason in (FinishReason.LENGTH, FinishReason.STOP):
-            assert item.stages is not None
-            assert None not in (item.stages.queued_s, item.stages.prefill_s, item.stages.decode_s)
-
-    def check(self, client: Client, index: int) -> None:
-        """Tokens equal the undisturbed run at every moment, whatever was preempted, shared, chunked or aborted around
-        it.
-        """
-        tokens = client.tokens[index]
-        assert tokens == expected_output(client.prompts[index], len(tokens), vocab_size=VOCAB)
-        if client.ends[index] is FinishReason.LENGTH:
-            limit = min(64, self.core.blocks.capacity_tokens) - len(client.prompts[index])
-            assert len(tokens) == min(client.max_tokens, limit)
 
     @invariant()
     def books_agree(self) -> None:
@@ -420,45 +390,3 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_thousand_random_aborts_leave_every_pool_at_baseline(seed: int) -> None:
-    import random
-
-    rng = random.Random(seed)
-    runner = FakeModelRunner(num_blocks=60, block_size=8, max_model_len=200, vocab_size=VOCAB, eos_token_ids=())
-    config = EngineConfig(
-        scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=16),
-        admission=AdmissionConfig(max_queued_requests=40),
-    )
-    core = EngineCore(config, runner.info)
-    alive: list[RequestId] = []
-    num_aborted, count, now = 0, 0, 0.0
-    plan = None
-    while num_aborted < 1000:
-        for _ in range(rng.randrange(4)):
-            prompt = [rng.randrange(3) for _ in range(rng.randrange(1, 120))]
-            request_id = RequestId(str(count))
-            count += 1
-            sampling = SamplingParams(max_tokens=rng.randrange(1, 60), temperature=0.0)
-            request = GenerateRequest(request_id, [SequenceInput(0, prompt, sampling)], order_key=(0.0, 0, now))
-            if core.submit(ROUTERS[0], request, 0, now).refusal is None:
-                alive.append(request_id)
-        plan = core.schedule(now)
-        for _ in range(min(len(alive), rng.randrange(3))):  # queued, running, in the step or long finished
-            core.abort(ROUTERS[0], alive.pop(rng.randrange(len(alive))), now)
-            num_aborted += 1
-        if plan is not None:
-            result = runner.execute(plan)
-            now += result.duration_s
-            core.update(plan, result, now)
-    core.abort_router(ROUTERS[0], now)
-    while (plan := core.schedule(now)) is not None:
-        core.update(plan, runner.execute(plan), now)
-    core.validate()
-    assert core.num_unfinished == 0
-    assert core.blocks.num_free == 60
-    assert runner.num_known == 0
-    load = core.load(now)
-    assert (load.num_queued, load.num_running, load.num_uncomputed_tokens, load.num_context_tokens) == (0, 0, 0, 0)
