@@ -83,17 +83,14 @@ class Bench:
         reader = asyncio.create_task(_read(link))
         names = [self._submit(link, num_steps) for _ in range(num_streams)]
         running = self.engine.core.scheduler.running
-        while len(running) < num_streams or any(s.num_uncomputed_tokens > 1 for s in running):
-            await asyncio.sleep(0.005)
+        await _until(lambda: len(running) == num_streams and all(s.num_uncomputed_tokens == 1 for s in running))
         for calls in self._watch.calls.values():
             calls.clear()
-        while len(self._watch.calls["execute"]) < num_steps:
-            await asyncio.sleep(0.05)
+        await _until(lambda: len(self._watch.calls["execute"]) >= num_steps)
         calls = {name: calls.copy() for name, calls in self._watch.calls.items()}
         for name in names:
             self.engine.handle(link, Abort(name))
-        while self.engine.core.num_unfinished:
-            await asyncio.sleep(0.01)
+        await _until(lambda: not self.engine.core.num_unfinished)
         self.engine.disconnect(link)
         await reader
         return figures(calls)
@@ -140,6 +137,14 @@ def _resolved(config: EngineConfig) -> EngineConfig:
     from replica.hardware import detect_hardware
 
     return resolve(config, detect_hardware())
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    """Looks rarely, so that looking costs nothing."""
+    while True:
+        if condition():
+            return
+        await asyncio.sleep(0.02)
 
 
 async def _read(link: RouterLink) -> None:
