@@ -1,4 +1,4 @@
-"""RAY. The `shoal` command: serve, status, model. Heavy imports happen inside the commands, so `shoal --help` is
+"""RAY. The `shoal` command: serve, status, why, model. Heavy imports happen inside the commands, so `shoal --help` is
 instant.
 """
 
@@ -57,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--api-key", help="bearer key, if the cluster wants one")
     status.add_argument("--json", action="store_true", help="machine-readable")
     status.set_defaults(run=_status, parser=status)
+    why = commands.add_parser("why", help="where the time of a request went; without an id: what waits for what")
+    _add_address(why)
+    why.add_argument("request_id", nargs="?", help="the id in the answer, e.g. chatcmpl-...")
+    why.add_argument("--limit", type=int, default=50, help="most lines without an id, default 50")
+    why.add_argument("--api-key", help="bearer key, if the cluster wants one")
+    why.add_argument("--json", action="store_true", help="machine-readable")
+    why.set_defaults(run=_why, parser=why)
     model = commands.add_parser("model", help="fetch, convert and locate a model")
     model.add_argument("name", nargs="?", default="smollm2-135m-instruct", help="built-in name, folder or .gguf file")
     model.set_defaults(run=_model, parser=model)
@@ -145,6 +152,19 @@ def _status(options: argparse.Namespace) -> int:
         print(json.dumps(status, indent=2))
     else:
         print(format_status(status))
+    return 0
+
+
+def _why(options: argparse.Namespace) -> int:
+    from cluster.why import format_living, format_request, why
+
+    told = why(options.host, options.port, options.request_id, options.api_key, limit=options.limit)
+    if options.json:
+        import json
+
+        print(json.dumps(told, indent=2))
+    else:
+        print(format_living(told) if options.request_id is None else format_request(told))
     return 0
 
 

@@ -54,7 +54,9 @@ class HttpConfig(FrozenModel):
         256, gt=0, description="Most MiB of long bodies a router works on at once; more are refused with 503."
     )
     body_timeout_s: float = Field(60, gt=0, le=3600, description="How long a body may take to arrive; then 408.")
-    admin_endpoints: bool = Field(False, description="Whether POST /reset_prefix_cache is there.")
+    admin_endpoints: bool = Field(
+        False, description="Whether POST /reset_prefix_cache and GET /debug/requests are there."
+    )
 
     @field_validator("api_keys")
     @classmethod

@@ -19,6 +19,7 @@ from replica.messages import (
     Abort,
     DownMessage,
     Draining,
+    Explain,
     ResetDone,
     ResetPrefixCache,
     RouterId,
@@ -123,6 +124,9 @@ class Engine:
             case ResetPrefixCache(reset_id=reset_id):
                 self.core.reset_prefix_cache()
                 link.send(ResetDone(reset_id))
+            case Explain():
+                link.send(self.core.explain(message, now))
+                return  # nothing has changed
         self._kick()
 
     def check_health(self) -> None:

@@ -15,6 +15,8 @@ from replica.deadlines import Deadlines
 from replica.departures import Departures
 from replica.grammar_gate import GrammarGate
 from replica.messages import (
+    Explain,
+    Explained,
     FinishReason,
     GenerateRequest,
     KVEvent,
@@ -148,8 +150,14 @@ class EngineCore:
         if error is not None:
             return self._outputs([self.scheduler.invalidate(sequence, error, now) for sequence in waiting])
         for sequence in waiting:
+            sequence.record.grammar_s = now - sequence.submitted_at
             self.scheduler.unblock(sequence)
         return {}
+
+    def explain(self, question: Explain, now: float) -> Explained:
+        """Of whichever router: what `question` asks for."""
+        accounts = self.scheduler.explain(RequestId(question.request_id), question.limit, now)
+        return Explained(question.question_id, accounts)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what runs is not disturbed."""

@@ -3,7 +3,7 @@
 All of it is frozen plain data. `msgspec` is both the type and the wire format (MessagePack): one
 definition, no second schema to drift, no pickle from the network, and about 1 us per message.
 
-Down the stream go `Submit` and `Abort`; up come `SubmitReply`, `StepOutput` (one per engine step and
+Down the stream go `Submit`, `Abort` and questions; up come `SubmitReply`, `StepOutput` (one per engine step and
 router, carrying every sequence of that router and the replica's load) and `Draining`.
 """
 
@@ -13,6 +13,14 @@ import enum
 from typing import NewType
 
 import msgspec
+
+from replica.stages import Chunk as Chunk
+from replica.stages import Preempted as Preempted
+from replica.stages import PreemptionCause as PreemptionCause
+from replica.stages import SequenceAccount as SequenceAccount
+from replica.stages import SequenceState as SequenceState
+from replica.stages import Stages as Stages
+from replica.stages import WaitCause as WaitCause
 
 #: the data plane's one gRPC method, and the longest message on it: a 100,000-token prompt is about 0.5 MB
 METHOD = "/shoal.Replica/Connect"
@@ -245,64 +253,6 @@ class TokenLogprobs(_Message, frozen=True):
     top_logprobs: list[float] = []
 
 
-class WaitCause(enum.StrEnum):
-    """What a sequence lacked when it was its turn to be scheduled."""
-
-    BLOCKS = "blocks"
-    #: of the prompts that may be under way at once
-    LANE = "lane"
-    #: tokens of a step, with chunked prefill off
-    BUDGET = "budget"
-    #: all `max_num_seqs` were taken
-    SEATS = "seats"
-
-
-class PreemptionCause(enum.StrEnum):
-    """Why a running sequence was put back."""
-
-    BLOCKS = "blocks"
-    #: a more urgent one took its place
-    DISPLACED = "displaced"
-
-
-class Chunk(_Message, frozen=True):
-    """A piece of a prompt."""
-
-    step: int
-    num_tokens: int
-
-
-class Preempted(_Message, frozen=True):
-    """One preemption. `at` is in seconds since the epoch."""
-
-    at: float
-    cause: PreemptionCause
-    num_lost_tokens: int
-
-
-class Stages(_Message, frozen=True):
-    """Where the time of a sequence went on its last replica, in seconds, between the instants: submitted, first
-    scheduled, first token, last token. None: it did not get so far.
-    """
-
-    queued_s: float | None = None
-    prefill_s: float | None = None
-    decode_s: float | None = None
-    num_preemptions: int = 0
-    #: of `queued_s`, the time in which it was its turn and there was no room
-    no_room_s: float = 0.0
-    #: what was missing last in that time
-    waited_for: WaitCause | None = None
-    #: of `prefill_s` and `decode_s`, the time in which it was put back
-    put_back_s: float = 0.0
-    #: the first ones of `num_chunks`
-    chunks: list[Chunk] = []
-    num_chunks: int = 0
-    preemptions: list[Preempted] = []
-    #: how many were admitted past it while it did not fit
-    num_passes: int = 0
-
-
 class SequenceOutput(_Message, frozen=True):
     """New tokens of one sequence in one step; the last one carries `finish_reason`."""
 
@@ -354,6 +304,23 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset", gc=False):
     reset_id: str
 
 
+class Explain(msgspec.Struct, frozen=True, tag="explain", gc=False):
+    """Router to replica: tell of a request, living or lately ended; with an empty id, of the `limit` sequences that
+    have been here longest.
+    """
+
+    question_id: str
+    request_id: str = ""
+    limit: int = 100
+
+
+class Explained(msgspec.Struct, frozen=True, tag="explained", gc=False):
+    """Replica to router: all that it knows, whichever router it belongs to. Nothing: it does not know the request."""
+
+    question_id: str
+    accounts: list[SequenceAccount]
+
+
 class ResetDone(msgspec.Struct, frozen=True, tag="reset_done", gc=False):
     """Replica to router: the prefix cache is empty."""
 
@@ -392,8 +359,8 @@ class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):
     deadline_s: float
 
 
-DownMessage = Submit | Abort | ResetPrefixCache
-UpMessage = SubmitReply | StepOutput | Draining | ResetDone
+DownMessage = Submit | Abort | ResetPrefixCache | Explain
+UpMessage = SubmitReply | StepOutput | Draining | ResetDone | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(DownMessage)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
-from replica.messages import KVEvent, ReplicaLoad, RouterId, SequenceOutput, Stages, StepOutput
+from replica.accounts import stages
+from replica.messages import KVEvent, ReplicaLoad, RouterId, SequenceOutput, StepOutput
 from replica.progress import Progress
 from replica.running_set import Decodes, RunningSet
-from replica.sequence import Sequence
 
 
 class RouterOutput(msgspec.Struct):
@@ -56,24 +56,3 @@ def add_columns(outputs: RouterOutputs, plain: Decodes, token_ids: list[int], ru
     for router_id, seq_ids, tokens in running.by_router(plain.rows, plain.seq_ids, token_ids):
         output = outputs.setdefault(router_id, RouterOutput())
         output.seq_ids, output.token_ids = seq_ids, tokens
-
-
-def stages(sequence: Sequence) -> Stages:
-    """Where its time went so far."""
-    first, token, end = sequence.first_scheduled_at, sequence.first_token_at, sequence.finished_at
-    record = sequence.record
-    until = first if first is not None else end
-    since = record.room_wait_since
-    return Stages(
-        queued_s=None if first is None else first - sequence.submitted_at,
-        prefill_s=None if first is None or token is None else token - first,
-        decode_s=None if token is None or end is None else end - token,
-        num_preemptions=sequence.num_preemptions,
-        no_room_s=0.0 if since is None or until is None else until - since,
-        waited_for=record.waited_for,
-        put_back_s=record.put_back_s,
-        chunks=record.chunks.copy(),
-        num_chunks=record.num_chunks,
-        preemptions=record.preemptions.copy(),
-        num_passes=sequence.num_passes,
-    )

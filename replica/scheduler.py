@@ -21,15 +21,25 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import chain
 
+from replica.accounts import EndedSequences, account, ahead_in, oldest
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
-from replica.messages import STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, FinishReason, PreemptionCause
+from replica.messages import (
+    STEP_SEQUENCE_BOUNDS,
+    STEP_TOKEN_BOUNDS,
+    FinishReason,
+    PreemptionCause,
+    RequestId,
+    SequenceAccount,
+    WaitCause,
+)
 from replica.order import OrderPolicy, QueueKey
 from replica.progress import Progress, SchedulerCounters, StepProgress
 from replica.running_set import Decodes, RunningSet
 from replica.sequence import Sequence, Status
 from replica.speculation import Drafter
 from replica.step import StepPlan, StepResult
+from replica.step_admission import note_no_room
 from replica.step_budget import StepBudget
 from replica.step_intake import InStep, StepIntake
 from replica.step_pace import StepPace
@@ -54,6 +64,7 @@ class Scheduler:
         self._rules = self._make_rules(config)
         #: more than this may not run: `max_num_seqs`, or those who ran already when it was lowered
         self._most_running = config.max_num_seqs
+        self.ended = EndedSequences()
         self._dropped: list[int] = []
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
@@ -131,6 +142,8 @@ class Scheduler:
             # A drain must not announce as moved what its router gave up, before or after: nobody is left to be told.
             if sequence.abort_reason is not FinishReason.ABORT:
                 sequence.abort_reason = reason
+            if sequence.record.end_asked_at is None:
+                sequence.record.end_asked_at = now
             self.running.settle(sequence)
             return False
         self._finish(sequence, reason, now)
@@ -148,6 +161,8 @@ class Scheduler:
         if self.counters.preemptions == num_preemptions:
             rules.admission.admit(budget, now)
             rules.speculation.draft(decodes, budget, rules.admission.keep_free)
+        elif (head := rules.admission.first()) is not None:
+            note_no_room(head, WaitCause.BLOCKS, now)
         members = InStep(decodes, budget.chunks)
         if not members and not self._dropped:
             return None
@@ -189,6 +204,16 @@ class Scheduler:
     def living(self) -> list[Sequence]:
         """Every unfinished sequence, each exactly once."""
         return [*self.running, *self.returning, *self.queued, *self.blocked]
+
+    def explain(self, request_id: RequestId, limit: int, now: float) -> list[SequenceAccount]:
+        """Accounts of a request, living or lately ended; with an empty id, of the `limit` sequences that have been here
+        longest.
+        """
+        living = self.living() if not request_id else [s for s in self.living() if s.request_id == request_id]
+        num_ahead = ahead_in([(self.returning, 0), (self.queued, len(self.returning))])
+        size = self._blocks.block_size
+        accounts = [account(s, size, now, num_ahead(s)) for s in oldest(living, limit)]
+        return accounts + (self.ended.of(request_id) if request_id else [])
 
     def invalidate(self, sequence: Sequence, message: str, now: float) -> Progress:
         """End a sequence that cannot go on as it was asked for, here or elsewhere; `message` is for the client."""
@@ -256,7 +281,7 @@ class Scheduler:
         victims = rules.victims.for_urgent(urgent, self.running, max_num_seqs, keep_free)
         if victims and self._has_lane(urgent, victims):
             for victim in victims:
-                self.preempt(victim, PreemptionCause.DISPLACED, now)
+                self.preempt(victim, PreemptionCause.DISPLACED, now, urgent)
             self.counters.displaced += len(victims)
 
     def _has_lane(self, urgent: Sequence, leaving: list[Sequence]) -> bool:
@@ -279,7 +304,7 @@ class Scheduler:
             while (grown := self._blocks.grow(sequence, sequence.num_tokens)) is None:
                 victim = self._rules.victims.for_blocks(sequence, self.running)
                 new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
-                self.preempt(victim, PreemptionCause.BLOCKS, now)
+                self.preempt(victim, PreemptionCause.BLOCKS, now, sequence)
                 if victim is sequence:
                     break
             else:
@@ -287,11 +312,11 @@ class Scheduler:
                 new_blocks[sequence.seq_id] = grown
         return new_blocks
 
-    def preempt(self, victim: Sequence, cause: PreemptionCause, now: float) -> None:
-        """Take the blocks of a running sequence that is in no step; it waits as returning, at its old place."""
+    def preempt(self, victim: Sequence, cause: PreemptionCause, now: float, by: Sequence) -> None:
+        """Take the blocks of a running sequence that is in no step, for `by`; it waits as returning, where it was."""
         assert not victim.in_step, f"{victim} is already part of the step"
         self.running.remove(victim)
-        victim.record.put_back(cause, victim.num_computed_tokens, now)
+        victim.record.put_back(cause, victim.num_computed_tokens, by.request_id, now)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
         self._rules.take_back(victim)
         self._forget_at_runner(victim)
@@ -320,10 +345,13 @@ class Scheduler:
             self._queue_of(sequence).remove(sequence)
         self._blocks.free(sequence)
         self._forget_at_runner(sequence)
+        was_put_back = sequence.status is Status.RETURNING and sequence.first_scheduled_at is not None
+        sequence.record.stopped_waiting(now, was_put_back)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         sequence.finished_at = now
         self.counters.finished[reason] += 1
+        self.ended.add(sequence, self._blocks.block_size, now)
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
         return self.queued if sequence.status is Status.QUEUED else self.returning

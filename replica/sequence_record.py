@@ -17,7 +17,19 @@ MAX_PREEMPTIONS = 16
 class SequenceRecord:
     """Written by the scheduler, read when a router is told. Instants are seconds as the caller's clock has them."""
 
-    __slots__ = ("chunks", "num_chunks", "preemptions", "put_back_s", "room_wait_since", "waited_for", "waiting_since")
+    __slots__ = (
+        "chunks",
+        "end_asked_at",
+        "grammar_s",
+        "lacks_since",
+        "num_chunks",
+        "preemptions",
+        "put_back_s",
+        "room_wait_since",
+        "waited_for",
+        "waiting_since",
+        "waits",
+    )
 
     def __init__(self, now: float) -> None:
         #: since when it waits, while it does
@@ -26,17 +38,41 @@ class SequenceRecord:
         self.room_wait_since: float | None = None
         #: what it found missing last
         self.waited_for: WaitCause | None = None
+        #: since when it has been missing, while it waits for that
+        self.lacks_since: float | None = None
+        #: seconds by what was missing, but for the wait that goes on; None: there was always room
+        self.waits: dict[WaitCause, float] | None = None
+        #: seconds in which its grammar was compiled
+        self.grammar_s = 0.0
+        #: when it was ended while the runner worked on it
+        self.end_asked_at: float | None = None
         self.chunks: list[Chunk] = []
         self.num_chunks = 0
         self.preemptions: list[Preempted] = []
         #: seconds that it waited as returning
         self.put_back_s = 0.0
 
-    def found_no_room(self, cause: WaitCause, now: float) -> None:
-        """It was its turn for the first time here, and it could not join."""
-        if self.room_wait_since is None:
+    def found_no_room(self, cause: WaitCause, now: float, is_fresh: bool) -> None:
+        """It was its turn, and it could not join. Told again in each step, so nothing happens while it stays so."""
+        if cause is self.waited_for and self.lacks_since is not None:
+            return
+        if is_fresh and self.room_wait_since is None:
             self.room_wait_since = now
-        self.waited_for = cause
+        self._end_lack(now)
+        self.waited_for, self.lacks_since = cause, now
+
+    def stopped_waiting(self, now: float, was_put_back: bool) -> None:
+        """It runs, or has ended. `was_put_back`: it had run before, and waited to run again."""
+        self._end_lack(now)
+        if was_put_back:
+            self.put_back_s += now - self.waiting_since
+
+    def waits_until(self, now: float) -> dict[WaitCause, float]:
+        """Seconds by what was missing, a wait that goes on included."""
+        waits = dict(self.waits or {})
+        if self.lacks_since is not None and self.waited_for is not None:
+            waits[self.waited_for] = waits.get(self.waited_for, 0.0) + now - self.lacks_since
+        return waits
 
     def computed(self, step: int, num_tokens: int) -> None:
         """A piece of its prompt."""
@@ -44,12 +80,14 @@ class SequenceRecord:
         if self.num_chunks <= MAX_CHUNKS:
             self.chunks.append(Chunk(step, num_tokens))
 
-    def put_back(self, cause: PreemptionCause, num_lost_tokens: int, now: float) -> None:
-        """Preempted; what it had computed is given up, though the prefix cache may give some of it back."""
+    def put_back(self, cause: PreemptionCause, num_lost_tokens: int, by: str, now: float) -> None:
+        """Preempted for the request `by`; what it had computed is given up, though the prefix cache may give some of it
+        back.
+        """
         self.waiting_since = now
         if len(self.preemptions) < MAX_PREEMPTIONS:
-            self.preemptions.append(Preempted(now, cause, num_lost_tokens))
+            self.preemptions.append(Preempted(now, cause, num_lost_tokens, by))
 
-    def came_back(self, now: float) -> None:
-        """Scheduled again after a preemption or a resume."""
-        self.put_back_s += now - self.waiting_since
+    def _end_lack(self, now: float) -> None:
+        if self.lacks_since is not None:
+            self.waits, self.lacks_since = self.waits_until(now), None

@@ -135,12 +135,12 @@ class StepAdmission:
         """As many as places, tokens and blocks allow."""
         turns = Turns(self._returning, self._queued, self._policy)
         look_past = LookPast(self._config.admission_look_past, self._config.max_head_passes)
-        while budget.tokens_left:
-            sequence = turns.current()
-            if sequence is None:
-                return
+        while (sequence := turns.current()) is not None:
             if len(self._running) >= self._config.max_num_seqs:
-                _note(sequence, WaitCause.SEATS, now)
+                note_no_room(sequence, WaitCause.SEATS, now)
+                return
+            if not budget.tokens_left:
+                note_no_room(sequence, WaitCause.BUDGET, now)
                 return
             verdict = self._try(sequence, budget)
             if verdict is _Verdict.JOINS:
@@ -149,7 +149,7 @@ class StepAdmission:
                 if not look_past.passed():
                     return
                 continue
-            _note(sequence, _MISSING[verdict], now)
+            note_no_room(sequence, _MISSING[verdict], now)
             if verdict is _Verdict.NO_LANE or (verdict is _Verdict.NO_BLOCKS and look_past.may_pass(sequence)):
                 turns.skip()
             else:
@@ -170,8 +170,7 @@ class StepAdmission:
         return sequence.num_tokens - self._blocks.num_hit_tokens(sequence)
 
     def _join(self, sequence: Sequence, budget: StepBudget, now: float) -> None:
-        if sequence.status is Status.RETURNING:
-            sequence.record.came_back(now)
+        sequence.record.stopped_waiting(now, was_put_back=sequence.first_scheduled_at is not None)
         sequence.status = Status.RUNNING
         self._running.add(sequence)
         if sequence.first_scheduled_at is None:
@@ -185,7 +184,6 @@ class StepAdmission:
         budget.spend_prompt(sequence)
 
 
-def _note(sequence: Sequence, cause: WaitCause, now: float) -> None:
-    """Waiting after a preemption is told as that."""
-    if sequence.first_scheduled_at is None:
-        sequence.record.found_no_room(cause, now)
+def note_no_room(sequence: Sequence, cause: WaitCause, now: float) -> None:
+    """It was its turn. Waiting after a preemption is not waiting for a first place."""
+    sequence.record.found_no_room(cause, now, sequence.first_scheduled_at is None)

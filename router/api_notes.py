@@ -191,5 +191,7 @@ ENDPOINTS: tuple[tuple[str, str, str], ...] = (
     ("GET /metrics", "[docs/metrics.md](metrics.md)", "fewer of the cluster"),
     ("GET /status", "what this router knows of its replicas", NONE),
     ("POST /reset_prefix_cache", "[docs/http.md](http.md); only when switched on", "in development mode"),
+    ("GET /debug/requests", "[docs/why.md](why.md); only when switched on", NONE),
+    ("GET /debug/requests/{request_id}", "the same", NONE),
     ("GET /openapi.json", "what is accepted here, by the limits of this server", SAME),
 )

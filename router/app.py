@@ -130,6 +130,7 @@ class _Exchange:
         self._edge = edge
         self._prepared = prepared
         self._send = send
+        self._arrival_s = arrival_s
         self._record: RequestRecord = edge.metrics.start(prepared.model, arrival_s)
         self._has_started = False
 
@@ -141,12 +142,15 @@ class _Exchange:
             stream = await self._submit()
             answer = Answer(self._prepared, self._edge.codec, stream, self._record)
             await self._answer(answer, stream)
+            self._note("last byte")
             self._complete(answer)
             self._record.end("length" if any(choice.finish_reason == "length" for choice in answer.choices) else "stop")
         except asyncio.CancelledError:
+            self._note("the client left")
             self._record.end("abort")
             raise
         except Exception as error:
+            self._note(f"ended with {type(error).__name__}")
             await self._fail(error)
         finally:
             # Also after a stop string ended the last choice there may be events under way: `finish` has told the
@@ -154,10 +158,14 @@ class _Exchange:
             if stream is not None and (answer is None or not answer.is_complete):
                 stream.abort()
 
+    def _note(self, what: str) -> None:
+        self._edge.backend.note(self._prepared.generate.request_id, what, self._edge.clock())
+
     async def _submit(self) -> GenerationStream:
         prepared = self._prepared
         if max(prepared.max_tokens) == 0 and not prepared.drops_output:
             return NothingToGenerate(prepared.num_choices)
+        self._edge.backend.note(prepared.generate.request_id, "arrived", self._arrival_s)
         stream = await self._edge.backend.generate(prepared.generate)
         self._record.accepted(prepared.num_prompt_tokens, max(prepared.max_tokens), prepared.request.n)
         return stream
@@ -181,6 +189,7 @@ class _Exchange:
 
     async def _begin(self, headers: list[tuple[bytes, bytes]]) -> None:
         self._has_started = True
+        self._note("first byte")
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _complete(self, answer: Answer) -> None:
@@ -261,6 +270,8 @@ def create_app(
         Route("/tokenize", info.tokenize, methods=["POST"]),
         Route("/detokenize", info.detokenize, methods=["POST"]),
         Route("/reset_prefix_cache", info.reset_prefix_cache, methods=["POST"]),
+        Route("/debug/requests", info.debug_requests),
+        Route("/debug/requests/{request_id}", info.debug_request),
         Route("/openapi.json", info.openapi),
     ]
     handlers = frozenset(route.path for route in routes)

@@ -52,7 +52,9 @@ class AppSettings(BaseModel):
         description="Most bytes of long bodies that are read, wait for a thread or are in one; more are answered 503.",
     )
     body_timeout_s: float = Field(60.0, gt=0, description="How long a body may take to arrive; then 408.")
-    admin_endpoints: bool = Field(False, description="Whether POST /reset_prefix_cache is there.")
+    admin_endpoints: bool = Field(
+        False, description="Whether POST /reset_prefix_cache and GET /debug/requests are there."
+    )
     metrics_prefix: str = Field("vllm:", description="In front of metric names; vLLM's, so that its dashboards work.")
     router_name: str = Field("", description="Label `router` of every metric of this process.")
     set_request_id_header: bool = Field(True, description="Off under Ray Serve, whose proxy adds X-Request-Id itself.")

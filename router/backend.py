@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from replica.messages import FinishReason, GenerateRequest, Stages, TokenLogprobs
+from replica.messages import FinishReason, GenerateRequest, RequestId, Stages, TokenLogprobs
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -91,6 +91,20 @@ class Backend(Protocol):
 
         Raises `NoReplicaError`, or `DeadlineExceededError` that names who did not answer within `timeout_s`.
         """
+        ...
+
+    def note(self, request_id: RequestId, what: str, at_s: float) -> None:
+        """Something happened to a request at the HTTP edge, `at_s` on its clock: for who asks why it took long."""
+        ...
+
+    async def explain(self, request_id: RequestId, timeout_s: float) -> dict[str, object] | None:
+        """Plain JSON data on what happened to a request; None: nobody knows it. Replicas that do not answer in time are
+        named in it.
+        """
+        ...
+
+    async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
+        """Plain JSON data on the unfinished requests that are oldest."""
         ...
 
     def metrics_text(self) -> bytes:

@@ -19,6 +19,7 @@ import msgspec
 
 from replica.messages import FINAL_REFUSALS, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
+from router.journal import Journal, grounds
 from router.placement import Policy
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.tracked import HeldRequests, State, Tracked
@@ -48,6 +49,8 @@ class Dispatcher:
         self.views: dict[ReplicaId, ReplicaView] = {}
         self._requests: dict[RequestId, Tracked] = {}
         self._held = HeldRequests(config.priority_ageing_s)
+        #: what was decided, for `shoal why`; nothing is decided by it
+        self.journal = Journal()
 
     @property
     def num_held(self) -> int:
@@ -103,13 +106,14 @@ class Dispatcher:
         request = self._requests[request_id] = Tracked(
             request_id, num_sequences, num_tokens, order_key, deadline_at, self._config.admission_wait_s
         )
+        self.journal.open(request_id, now)
+        self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
         if deadline_at is not None and deadline_at <= now:
             return self._give_up(request, now)
         caps = [view.load.queue_cap for view in self.views.values() if view.is_placeable(now)]
         if caps and num_sequences > max(caps):
-            self._forget(request_id)
             why = f"{num_sequences} sequences in one request, but the queue of a replica holds at most {max(caps)}"
-            return [Refuse(request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why)]
+            return self._end_with(Refuse(request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why), now)
         return self._place_or_hold(request, now)
 
     def progressed(self, request_id: RequestId) -> None:
@@ -120,11 +124,11 @@ class Dispatcher:
 
     def finish(self, request_id: RequestId) -> None:
         """Its last sequence ended."""
-        self._forget(request_id)
+        self._forget(request_id, "finished")
 
     def abort(self, request_id: RequestId) -> list[Instruction]:
         """The client is gone. Unknown requests are ignored: they ended in the meantime."""
-        request = self._forget(request_id)
+        request = self._forget(request_id, "aborted")
         if request is None or request.replica_id is None or request.replica_id not in self.views:
             return []
         return [SendAbort(request_id, request.replica_id)]
@@ -142,13 +146,14 @@ class Dispatcher:
         assert replica_id is not None
         self._answered(request)
         if refusal is None:
+            self.journal.note(request_id, now, "accepted", replica=replica_id)
             request.state = State.ACCEPTED
             request.stop_holding(now)
             return []
         request.replica_id = None
+        self.journal.note(request_id, now, "refused by the replica", replica=replica_id, reason=refusal, why=message)
         if refusal in FINAL_REFUSALS and not request.has_begun:
-            self._forget(request_id)
-            return [Refuse(request_id, refusal, 0.0, message)]
+            return self._end_with(Refuse(request_id, refusal, 0.0, message), now)
         view = self.views[replica_id]
         if refusal is RefusalReason.DRAINING:
             view.is_draining = True
@@ -164,6 +169,7 @@ class Dispatcher:
         assert not request.has_begun, f"{request_id} was shed after its first token"
         if (view := self.views.get(request.replica_id)) is not None:
             request.tried[view.replica_id] = view.num_news
+        self.journal.note(request_id, now, "shed by the replica", replica=request.replica_id)
         request.replica_id = None
         request.was_shed = True
         return self._place_or_hold(request, now)
@@ -186,6 +192,7 @@ class Dispatcher:
         request = self._requests.get(request_id)
         if request is None:
             return []
+        self.journal.note(request_id, now, "given back by the replica, which drains", replica=request.replica_id)
         request.replica_id = None
         request.is_returning = True
         return self._place_or_hold(request, now, self._config.resume_wait_s)
@@ -264,7 +271,7 @@ class Dispatcher:
     def _place_or_hold(self, request: Tracked, now: float, wait_s: float | None = None) -> list[Instruction]:
         view = self._choose(request, now)
         if view is not None:
-            return [self._send(request, view)]
+            return [self._send(request, view, now)]
         instructions: list[Instruction] = []
         if request not in self._held:
             if len(self._held) >= self._config.max_held_requests and not request.is_returning:
@@ -274,6 +281,7 @@ class Dispatcher:
                 instructions = self._give_up(weaker, now)
             request.state = State.HELD
             self._held.push(request)
+            self._note_grounds(request, now, "held")
         if request.held_until is None:
             request.held_until = now + (request.hold_left_s if wait_s is None else wait_s)
         if (ends_at := request.ends_at) is not None and ends_at <= now:
@@ -318,11 +326,12 @@ class Dispatcher:
             if not (request.is_returning or is_pushing or view.has_room_for(1)):
                 break  # those behind it are less urgent
             if self._may_send(request, view):
-                instructions.append(self._send(request, view))
+                instructions.append(self._send(request, view, now))
         return instructions
 
     def _lose(self, request: Tracked, now: float) -> list[Instruction]:
         self._answered(request)
+        self.journal.note(request.request_id, now, "lost with its replica or its step", replica=request.replica_id)
         request.replica_id = None
         request.num_losses += 1
         if request.num_losses >= self._config.max_losses:
@@ -341,7 +350,8 @@ class Dispatcher:
                 instructions += self._lose(request, now)
         return instructions
 
-    def _send(self, request: Tracked, view: ReplicaView) -> Dispatch:
+    def _send(self, request: Tracked, view: ReplicaView, now: float) -> Dispatch:
+        self._note_grounds(request, now, "placed", replica=view.replica_id)
         self._held.discard(request)
         request.state = State.SENT
         request.replica_id = view.replica_id
@@ -357,24 +367,36 @@ class Dispatcher:
             view.unanswered_sequences -= request.num_sequences
             view.unanswered_tokens -= request.num_tokens
 
+    def _note_grounds(self, request: Tracked, now: float, what: str, **detail: str) -> None:
+        seen = grounds(self.views.values(), request.tried, request.num_sequences, now)
+        self.journal.note(request.request_id, now, what, **detail, attempt=request.epoch + 1, replicas=seen)
+
+    def _end_with(self, word: Refuse | Fail, now: float) -> list[Instruction]:
+        self.journal.note(word.request_id, now, "ended by the router", why=word.message)
+        self._forget(word.request_id, "refused" if isinstance(word, Refuse) else "failed")
+        return [word]
+
     def _give_up(self, request: Tracked, now: float) -> list[Instruction]:
-        self._forget(request.request_id)
+        return self._end_with(self._last_word(request, now), now)
+
+    def _last_word(self, request: Tracked, now: float) -> Refuse | Fail:
         if request.num_losses >= self._config.max_losses:
-            return [Fail(request.request_id, f"{request.num_losses} replicas died or failed under this request")]
+            return Fail(request.request_id, f"{request.num_losses} replicas died or failed under this request")
         if request.has_begun:
-            return [Fail(request.request_id, "the replica that generated this answer is gone, and no other has room")]
+            return Fail(request.request_id, "the replica that generated this answer is gone, and no other has room")
         if request.deadline_at is not None and request.deadline_at <= now and not request.is_returning:
             why = "the deadline passed before a replica had taken the request"
-            return [Refuse(request.request_id, RefusalReason.DEADLINE, 0.0, why)]
+            return Refuse(request.request_id, RefusalReason.DEADLINE, 0.0, why)
         if request.was_shed:
             why = "a more urgent request took its place, and no other replica has room"
-            return [Refuse(request.request_id, RefusalReason.SHED, self.retry_after_s(now), why)]
+            return Refuse(request.request_id, RefusalReason.SHED, self.retry_after_s(now), why)
         if not any(view.is_placeable(now) for view in self.views.values()):
-            return [Refuse(request.request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")]
+            return Refuse(request.request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")
         why = "the queue of every replica is full"
-        return [Refuse(request.request_id, RefusalReason.QUEUE_FULL, self.retry_after_s(now), why)]
+        return Refuse(request.request_id, RefusalReason.QUEUE_FULL, self.retry_after_s(now), why)
 
-    def _forget(self, request_id: RequestId) -> Tracked | None:
+    def _forget(self, request_id: RequestId, outcome: str) -> Tracked | None:
+        self.journal.end(request_id, outcome)
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._answered(request)

@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replica.errors import InvalidRequestError
+from replica.messages import RequestId
 from router.edge import Edge
 from router.http_errors import HttpError
 from router.openai_api import parse_detokenize, parse_tokenize
@@ -18,6 +19,9 @@ from router.sentences import short
 _encode = msgspec.json.Encoder().encode
 #: how long /reset_prefix_cache waits for all replicas
 RESET_TIMEOUT_S = 5.0
+#: how long the questions behind /debug wait for replicas: who is silent is named in the answer
+EXPLAIN_TIMEOUT_S = 1.0
+DEFAULT_LIVING, MAX_LIVING = 50, 1000
 
 
 class InfoEndpoints:
@@ -97,15 +101,38 @@ class InfoEndpoints:
 
     async def reset_prefix_cache(self, request: Request) -> Response:
         """Every replica forgets its cached prefixes: for tests and benchmarks, so off unless it was asked for."""
-        if not self._edge.settings.admin_endpoints:
-            raise HttpError(
-                404, "POST /reset_prefix_cache is off here; http.admin_endpoints: true switches it on.", "not_found"
-            )
+        self._check_admin("POST /reset_prefix_cache")
         for name in ("reset_running_requests", "reset_external"):
             value = request.query_params.get(name, "false")
             if value.lower() not in ("false", "0"):
                 raise InvalidRequestError(f"{name} is {short(value)}; allowed: false.", name)
         return json_response({"reset": await self._edge.backend.reset_prefix_cache(RESET_TIMEOUT_S)})
+
+    async def debug_requests(self, request: Request) -> Response:
+        """The unfinished requests that are oldest, one line of data each: what each does or waits for."""
+        self._check_admin("GET /debug/requests")
+        text = request.query_params.get("limit", str(DEFAULT_LIVING))
+        limit = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
+        if not 1 <= limit <= MAX_LIVING:
+            raise InvalidRequestError(f"limit is {short(text)}; allowed: 1 to {MAX_LIVING}.", "limit")
+        return json_response(await self._edge.backend.living(limit, EXPLAIN_TIMEOUT_S))
+
+    async def debug_request(self, request: Request) -> Response:
+        """All that is known of one request: where its time went, and what it waits for."""
+        self._check_admin("GET /debug/requests/{request_id}")
+        request_id = request.path_params["request_id"]
+        told = await self._edge.backend.explain(RequestId(request_id), EXPLAIN_TIMEOUT_S)
+        if told is None:
+            raise HttpError(
+                404,
+                f"Neither this router nor a replica knows {short(request_id)}; what ended long ago is forgotten.",
+                "not_found",
+            )
+        return json_response(told)
+
+    def _check_admin(self, what: str) -> None:
+        if not self._edge.settings.admin_endpoints:
+            raise HttpError(404, f"{what} is off here; http.admin_endpoints: true switches it on.", "not_found")
 
     async def openapi(self, request: Request) -> Response:
         """What is accepted, from the models that accept it."""

@@ -21,6 +21,7 @@ from replica.messages import (
     HEARTBEAT_S,
     Abort,
     Draining,
+    Explained,
     FinishReason,
     GenerateRequest,
     RefusalReason,
@@ -40,9 +41,11 @@ from router.dispatcher import Dispatcher
 from router.engine_metrics import render_metrics
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.live_stream import LiveStream
+from router.questions import Answers, Questions
 from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
 from router.sequence_names import SequenceNames
+from router.why import explain, living
 
 
 class LiveBackend:
@@ -67,6 +70,7 @@ class LiveBackend:
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
         self._resets = CacheResets(lambda replica_id, message: self._clients[replica_id].send(message))
+        self._questions = Questions(lambda replica_id, message: self._clients[replica_id].send(message))
         self._names = SequenceNames()
         self._timer: asyncio.TimerHandle | None = None
         self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
@@ -117,6 +121,33 @@ class LiveBackend:
 
     async def reset_prefix_cache(self, timeout_s: float) -> int:
         return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
+
+    def note(self, request_id: RequestId, what: str, at_s: float) -> None:
+        if what == "arrived":
+            self.dispatcher.journal.open(request_id, at_s)
+        self.dispatcher.journal.note(request_id, at_s, what)
+
+    async def explain(self, request_id: RequestId, timeout_s: float) -> dict[str, object] | None:
+        answers = await self._ask(request_id, 0, timeout_s)
+        told = explain(self.dispatcher.journal.of(request_id), answers, self._clock(), self._wall_clock())
+        return None if told is None else {"request_id": request_id, **self._who_answered(answers), **told}
+
+    async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
+        answers = await self._ask("", limit, timeout_s)
+        entries = self.dispatcher.journal.living()
+        return {
+            **self._who_answered(answers),
+            "requests": living(entries, answers, self.router_id, self._clock(), limit),
+        }
+
+    async def _ask(self, request_id: str, limit: int, timeout_s: float) -> Answers:
+        return await self._questions.ask(self._connected(), request_id, limit, timeout_s)
+
+    def _connected(self) -> list[ReplicaId]:
+        return [r for r, view in self.dispatcher.views.items() if view.is_connected and r in self._clients]
+
+    def _who_answered(self, answers: Answers) -> dict[str, object]:
+        return {"router_id": self.router_id, "silent_replicas": [r for r in self._connected() if r not in answers]}
 
     def status(self) -> dict[str, object]:
         now = self._clock()
@@ -194,6 +225,8 @@ class LiveBackend:
                 self.dispatcher.on_draining(replica_id)
             case ResetDone(reset_id=reset_id):
                 self._resets.answered(replica_id, reset_id)
+            case Explained(question_id=question_id, accounts=accounts):
+                self._questions.answered(replica_id, question_id, accounts)
 
     def _on_step(self, replica_id: ReplicaId, message: StepOutput, now: float) -> None:
         view = self.dispatcher.views.get(replica_id)
@@ -223,6 +256,9 @@ class LiveBackend:
         if FinishReason.SHED in ends:  # always the whole request, before any token
             self._carry_out(self.dispatcher.on_shed(request_id, now))
             return
+        for output in outputs:
+            if output.stages is not None:
+                self.dispatcher.journal.told(request_id, output.index, replica_id, output.stages)
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
             self.dispatcher.progressed(request_id)
@@ -232,6 +268,7 @@ class LiveBackend:
             # the step failed, not the request: the others of its sequences are taken along to the next attempt
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_failed(request_id, now)])
         elif stream.is_finished:
+            self.dispatcher.journal.note(request_id, now, "all tokens here")
             self.dispatcher.finish(request_id)
             self._forget(request_id)
         elif FinishReason.MOVED in ends:
@@ -239,6 +276,7 @@ class LiveBackend:
 
     def _on_broken(self, replica_id: ReplicaId) -> None:
         self._names.forget_replica(replica_id)
+        self._questions.gone(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._clock()))
         if replica_id not in self._known:
             self._drop_client(replica_id)
@@ -246,6 +284,7 @@ class LiveBackend:
     def _drop_client(self, replica_id: ReplicaId) -> None:
         client = self._clients.pop(replica_id, None)
         self._resets.gone(replica_id)
+        self._questions.gone(replica_id)
         if client is not None:
             task = asyncio.create_task(client.close())
             self._closing.add(task)
@@ -259,6 +298,7 @@ class LiveBackend:
             self._clients[replica_id].send(Abort(request_id, indices))
         stream = self._streams.get(request_id)
         if stream is not None and stream.is_finished:
+            self.dispatcher.journal.note(request_id, self._clock(), "all tokens here")
             self.dispatcher.finish(request_id)
             self._forget(request_id)
 
@@ -325,6 +365,8 @@ def _describe(view: ReplicaView, description: str, now: float) -> dict[str, obje
         "kv_blocks": load.num_blocks,
         "kv_blocks_free": load.num_free_blocks,
         "step": load.step,
+        "oldest_wait_s": load.oldest_wait_s,
+        "kv_fragmentation": load.kv_fragmentation,
         "counters": load.counters,
     }
 

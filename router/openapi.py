@@ -236,4 +236,10 @@ def _paths(settings: AppSettings) -> dict[str, Any]:
     }
     if settings.admin_endpoints:
         paths["/reset_prefix_cache"] = {"post": _operation("forget cached prefixes", "Any", 400, 503, 504)}
+        request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
+        limit = {"name": "limit", "in": "query", "schema": {"type": "integer"}}
+        oldest = _operation("what the oldest unfinished requests wait for", "Any", 400)
+        why = _operation("where the time of a request went", "Any", 404)
+        paths["/debug/requests"] = {"get": {**oldest, "parameters": [limit]}}
+        paths["/debug/requests/{request_id}"] = {"get": {**why, "parameters": [request_id]}}
     return paths

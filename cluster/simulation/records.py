@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replica.messages import FinishReason, RefusalReason
+from replica.messages import FinishReason, RefusalReason, Stages
 from router.latency import Latencies, latencies, replay
 
 
@@ -40,6 +40,8 @@ class SimRecord(msgspec.Struct):
     aborted: bool = False
     ended_s: float = 0.0
     num_ends: int = 0
+    #: where its time went on its last replica
+    stages: Stages | None = None
 
     @property
     def latencies(self) -> Latencies:

@@ -10,7 +10,7 @@ from cluster.simulation.event_queue import EventQueue, Rank
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner
-from replica.messages import Abort, DownMessage, ReplicaId, RouterId, Submit, UpMessage
+from replica.messages import Abort, DownMessage, Explain, ReplicaId, RouterId, Submit, UpMessage
 from replica.report_schedule import ReportSchedule
 from replica.router_output import RouterOutput, RouterOutputs
 from replica.step import StepPlan, StepResult
@@ -55,6 +55,8 @@ class SimReplica:
                 self._publish_ended()
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(router_id, request_id, now, indices)
+            case Explain():
+                self._send(self.replica_id, router_id, self.core.explain(message, now))
         self._start_soon()
 
     def heartbeat(self) -> None:

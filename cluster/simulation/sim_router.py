@@ -78,7 +78,7 @@ class SimRouter:
             case StepOutput():
                 for output in self._names.expand(replica_id, message, self._records):
                     if self.dispatcher.is_working_on(output.request_id, replica_id):
-                        self._token(output)
+                        self._token(replica_id, output)
                 self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
                 if not view.is_connected:
                     self._carry_out(self.dispatcher.on_connected(replica_id, now))
@@ -88,10 +88,13 @@ class SimRouter:
         self._names.forget_replica(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._events.now))
 
-    def _token(self, output: SequenceOutput) -> None:
+    def _token(self, replica_id: ReplicaId, output: SequenceOutput) -> None:
         record = self._records[output.request_id]
         record.token_ids += output.new_token_ids
         record.token_times_s += [self._events.now] * len(output.new_token_ids)
+        if output.stages is not None:
+            record.stages = output.stages
+            self.dispatcher.journal.told(output.request_id, output.index, replica_id, output.stages)
         if output.new_token_ids:
             self.dispatcher.progressed(output.request_id)
         if output.finish_reason is FinishReason.MOVED:

@@ -14,7 +14,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from replica.errors import ShoalError
-from replica.messages import FinishReason, GenerateRequest, SequenceInput, TokenLogprobs
+from replica.messages import FinishReason, GenerateRequest, RequestId, SequenceInput, TokenLogprobs
 from router.app import create_app
 from router.app_settings import AppSettings
 from router.backend import GenerationStream, Health, TokenEvent
@@ -190,6 +190,8 @@ class FakeBackend:
         self.make_steps: Callable[[GenerateRequest], list[list[TokenEvent]]] | None = None
         self.is_ok = True
         self.admissions: list[int] = []
+        #: by request, what the edge noted
+        self.notes: dict[str, list[str]] = {}
 
     async def generate(self, request: GenerateRequest) -> GenerationStream:
         self.requests.append(request)
@@ -221,6 +223,15 @@ class FakeBackend:
         if self.refusal is not None:
             raise self.refusal
         return 2
+
+    def note(self, request_id: RequestId, what: str, at_s: float) -> None:
+        self.notes.setdefault(request_id, []).append(what)
+
+    async def explain(self, request_id: RequestId, timeout_s: float) -> dict[str, object] | None:
+        return {"request_id": request_id, "timeout_s": timeout_s} if request_id == "known" else None
+
+    async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
+        return {"limit": limit}
 
     def metrics_text(self) -> bytes:
         return b"# TYPE replica_thing gauge\nreplica_thing 1\n"

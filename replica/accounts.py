@@ -1,0 +1,123 @@
+"""PURE. What a replica can tell of its sequences: where the time of each went so far, what it does, what it waits for.
+
+Asked for at need (`messages.Explain`), so it may walk over all of them; only the end of a sequence writes something
+down.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from heapq import nsmallest
+
+from replica.messages import RequestId, SequenceAccount, SequenceState, Stages
+from replica.sequence import Sequence, Status
+
+#: ended sequences that are still known, about 1 KB each
+MAX_ENDED = 1000
+#: most accounts in one answer, whatever was asked for
+MAX_ACCOUNTS = 1000
+
+
+def stages(sequence: Sequence, until: float | None = None) -> Stages:
+    """Where its time went, between the instants that it reached. With `until` the stage that it is in, or ended in,
+    counts up to then.
+    """
+    first, token, record = sequence.first_scheduled_at, sequence.first_token_at, sequence.record
+    over = sequence.finished_at if sequence.finished_at is not None else until
+    # when its end was decided; it may have come while the runner worked on it
+    end = over if record.end_asked_at is None else record.end_asked_at
+    queued_until = first if first is not None else end
+    since = record.room_wait_since
+    return Stages(
+        queued_s=_between(sequence.submitted_at, first if until is None else queued_until),
+        prefill_s=_between(first, token if token is not None or until is None else end),
+        decode_s=_between(token, end),
+        num_preemptions=sequence.num_preemptions,
+        no_room_s=0.0 if since is None or queued_until is None else max(0.0, queued_until - since),
+        waited_for=record.waited_for,
+        put_back_s=_put_back_s(sequence, over),
+        chunks=record.chunks.copy(),
+        num_chunks=record.num_chunks,
+        preemptions=record.preemptions.copy(),
+        num_passes=sequence.num_passes,
+        finish_s=_between(end, over) or 0.0,
+        waits=dict(record.waits or {}) if over is None else record.waits_until(over),
+        grammar_s=record.grammar_s,
+    )
+
+
+class EndedSequences:
+    """Accounts of those that ended last; the oldest make room."""
+
+    def __init__(self, most: int = MAX_ENDED) -> None:
+        self._accounts: deque[SequenceAccount] = deque(maxlen=most)
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def add(self, sequence: Sequence, block_size: int, now: float) -> None:
+        self._accounts.append(account(sequence, block_size, now, None))
+
+    def of(self, request_id: RequestId) -> list[SequenceAccount]:
+        return [found for found in self._accounts if found.request_id == request_id]
+
+
+def oldest(living: Iterable[Sequence], limit: int) -> list[Sequence]:
+    """Those that have been here longest."""
+    return nsmallest(min(limit, MAX_ACCOUNTS), living, key=lambda s: (s.submitted_at, s.seq_id))
+
+
+def account(sequence: Sequence, block_size: int, now: float, num_ahead: int | None) -> SequenceAccount:
+    """All that is to be told about one sequence. `num_ahead`: how many wait before it, if it waits."""
+    record = sequence.record
+    return SequenceAccount(
+        request_id=sequence.request_id,
+        index=sequence.index,
+        router_id=sequence.router_id,
+        state=_state(sequence, num_ahead),
+        at=now,
+        submitted_at=sequence.submitted_at,
+        stages=stages(sequence, now),
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_output_tokens=sequence.num_output_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_blocks=len(sequence.block_ids),
+        num_blocks_needed=-(-sequence.num_tokens // block_size),
+        lacks_since=record.lacks_since,
+        num_ahead=num_ahead,
+        priority=sequence.order_key[1],
+        finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
+        ended_at=sequence.finished_at,
+    )
+
+
+def ahead_in(queues: Iterable[tuple[Iterable[Sequence], int]]) -> Callable[[Sequence], int | None]:
+    """From the waiting queues, each with the number of those that come before it: how many are ahead of a sequence;
+    None: it is in none of them. A queued one that outranks returning ones is nearer than this says.
+    """
+    position = {s.seq_id: before + i for queue, before in queues for i, s in enumerate(queue)}
+    return lambda sequence: position.get(sequence.seq_id)
+
+
+def _state(sequence: Sequence, num_ahead: int | None) -> SequenceState:
+    match sequence.status:
+        case Status.FINISHED:
+            return SequenceState.ENDED
+        case Status.RUNNING:
+            return SequenceState.PREFILL if sequence.first_token_at is None else SequenceState.DECODE
+    if num_ahead is None:
+        return SequenceState.GRAMMAR
+    return SequenceState.QUEUED if sequence.status is Status.QUEUED else SequenceState.RETURNING
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start
+
+
+def _put_back_s(sequence: Sequence, over: float | None) -> float:
+    """A wait that goes on counts as well."""
+    record = sequence.record
+    waits = sequence.status is Status.RETURNING and sequence.first_scheduled_at is not None
+    return record.put_back_s + (over - record.waiting_since if waits and over is not None else 0.0)

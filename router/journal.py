@@ -1,0 +1,145 @@
+"""PURE. What one router remembers of each request, living or lately ended: what was decided when, and on what grounds.
+
+The dispatcher writes down what it decides, the HTTP edge when bytes came and went, replicas tell their stages. Memory
+is bounded: of one request the first and the last events, of ended requests the last ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from heapq import nsmallest
+from typing import Any
+
+import msgspec
+
+from replica.messages import ReplicaId, RequestId, Stages
+from router.replica_view import ReplicaView
+
+#: ended requests that are remembered, 1 to 3 KB each
+MAX_ENDED = 1000
+#: events of one request: so many of the first and so many of the last
+_MAX_FIRST, _MAX_LAST = 32, 16
+#: replicas whose load is written down with a decision
+_MAX_REPLICAS = 12
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Something that happened, on the dispatcher's clock. `detail` is plain JSON data."""
+
+    at: float
+    what: str
+    detail: dict[str, Any]
+
+
+class Entry:
+    """One request."""
+
+    __slots__ = ("_first", "_last", "num_events", "opened_at", "outcome", "request_id", "stages")
+
+    def __init__(self, request_id: RequestId, now: float) -> None:
+        self.request_id = request_id
+        self.opened_at = now
+        self._first: list[Event] = []
+        self._last: deque[Event] = deque(maxlen=_MAX_LAST)
+        self.num_events = 0
+        #: how the dispatcher's part ended; None: it has not
+        self.outcome: str | None = None
+        #: index -> where its latest stages were told, and these
+        self.stages: dict[int, tuple[ReplicaId, Stages]] = {}
+
+    def add(self, event: Event) -> None:
+        self.num_events += 1
+        if len(self._first) < _MAX_FIRST:
+            self._first.append(event)
+        else:
+            self._last.append(event)
+
+    @property
+    def events(self) -> list[Event]:
+        return [*self._first, *self._last]
+
+    @property
+    def num_dropped_events(self) -> int:
+        return self.num_events - len(self._first) - len(self._last)
+
+
+class Journal:
+    """Entries by request. Notes on unknown requests change nothing: they were forgotten."""
+
+    def __init__(self, most_ended: int = MAX_ENDED) -> None:
+        self._most_ended = most_ended
+        self._living: dict[RequestId, Entry] = {}
+        #: oldest end first
+        self._ended: dict[RequestId, Entry] = {}
+
+    @property
+    def num_living(self) -> int:
+        return len(self._living)
+
+    @property
+    def num_ended(self) -> int:
+        return len(self._ended)
+
+    def open(self, request_id: RequestId, now: float) -> None:
+        """A request is here. Idempotent while it lives."""
+        if request_id not in self._living:
+            self._ended.pop(request_id, None)  # ids are not used again, but nothing here depends on that
+            self._living[request_id] = Entry(request_id, now)
+
+    def note(self, request_id: RequestId, now: float, what: str, /, **detail: Any) -> None:
+        if (entry := self.of(request_id)) is not None:
+            entry.add(Event(now, what, detail))
+
+    def told(self, request_id: RequestId, index: int, replica_id: ReplicaId, stages: Stages) -> None:
+        """A replica told where the time of a sequence went; the later word counts."""
+        if (entry := self.of(request_id)) is not None:
+            entry.stages[index] = (replica_id, stages)
+
+    def end(self, request_id: RequestId, outcome: str) -> None:
+        """Nothing more will be decided about it."""
+        entry = self._living.pop(request_id, None)
+        if entry is None:
+            return
+        entry.outcome = outcome
+        self._ended[request_id] = entry
+        if len(self._ended) > self._most_ended:
+            del self._ended[next(iter(self._ended))]
+
+    def of(self, request_id: RequestId) -> Entry | None:
+        return self._living.get(request_id) or self._ended.get(request_id)
+
+    def living(self) -> Iterator[Entry]:
+        """Oldest first."""
+        return iter(self._living.values())
+
+
+def grounds(
+    views: Iterable[ReplicaView], tried: dict[ReplicaId, int], num_sequences: int, now: float
+) -> list[dict[str, Any]]:
+    """What a decision saw of each replica (the nearest ones if there are many): its load, or why it could not be
+    chosen.
+    """
+    shown = nsmallest(_MAX_REPLICAS, views, key=lambda view: (not view.is_placeable(now), view.outstanding_tokens))
+    return [_standing(view, tried.get(view.replica_id), num_sequences, now) for view in shown]
+
+
+def _standing(view: ReplicaView, said_no_at: int | None, num_sequences: int, now: float) -> dict[str, Any]:
+    if not view.is_connected:
+        return {"replica": view.replica_id, "not": "not connected"}
+    if view.is_draining:
+        return {"replica": view.replica_id, "not": "draining"}
+    if not view.is_placeable(now):
+        return {"replica": view.replica_id, "not": f"silent for {now - view.load_at:.1f} s"}
+    standing: dict[str, Any] = {
+        "replica": view.replica_id,
+        "outstanding_tokens": view.outstanding_tokens,
+        "queued": view.load.num_queued + view.unanswered_sequences,
+        "cap": view.load.queue_cap,
+        "placed": view.num_placed,
+    }
+    if said_no_at == view.num_news:
+        standing["not"] = "said no, and nothing has changed there"
+    elif not view.has_room_for(num_sequences):
+        standing["not"] = "queue full"
+    return standing
