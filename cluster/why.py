@@ -39,7 +39,8 @@ def format_request(told: Mapping[str, Any]) -> str:
         if told["events_left_out"]:
             lines.append(f"  ({told['events_left_out']} events in between are not kept)")
     else:
-        lines.append(f"not of the router that answered ({told['router_id'][:8]}): only its replicas' word")
+        owner = told["sequences"][0]["router_id"][:8]
+        lines.append(f"of router {owner}; the one that answered, {told['router_id'][:8]}, has only the replicas' word")
     for sequence in told["sequences"]:
         lines += _sequence(sequence)
     lines.append("where to look:" if told["findings"] else "nothing took long")
@@ -69,6 +70,9 @@ def _sequence(sequence: Mapping[str, Any]) -> Iterable[str]:
         bar = " " * start + "#" * max(end - start, 1 if seconds else 0)
         yield f"  {stage:<8} {_seconds(seconds):>8} |{bar[:_BAR]:<{_BAR}}| {_of_stage(stage, sequence)}".rstrip()
         before += seconds
+    if waits := sequence["waits_s"]:
+        lacked = ", ".join(f"{cause} {_seconds(seconds)}" for cause, seconds in waits.items())
+        yield f"  lacked {lacked}{' (while put back as well)' if sequence['num_preemptions'] else ''}"
     for preemption in sequence["preemptions"]:
         at = f" at +{_seconds(preemption['after_s'])}" if "after_s" in preemption else ""
         yield f"  put back{at} for {preemption['by'] or 'itself'}, {preemption['lost_tokens']} tokens given up"
@@ -78,8 +82,6 @@ def _of_stage(stage: str, sequence: Mapping[str, Any]) -> str:
     match stage:
         case "queued" if sequence["grammar_s"]:
             return f"grammar {_seconds(sequence['grammar_s'])}"
-        case "blocks":
-            return ", ".join(f"{cause} {_seconds(seconds)}" for cause, seconds in sequence["waits_s"].items())
         case "prefill" if "prompt_tokens" in sequence:
             tokens = f"{sequence['prompt_tokens']} tokens, {sequence['cached_tokens']} cached"
             return f"{tokens}, {sequence['num_chunks']} pieces"

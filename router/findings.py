@@ -44,7 +44,7 @@ Finding = tuple[float, str, tuple[str, ...]]
 
 
 def findings(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What took time, the longest first. Parts of each other are both told: a preemption lies within decode."""
+    """What took time, the longest first. What it lacked while put back is told twice: by cause, and as a whole."""
     found = list(_of_router(told.get("events", [])))
     sequences = told["sequences"]
     if sequences:
@@ -91,7 +91,8 @@ def _of_sequence(sequence: Mapping[str, Any]) -> Iterator[Finding]:
             what += f", {sequence['prompt_tokens'] - sequence['cached_tokens']} tokens"
         yield stages["prefill"], what, _PREFILL
     if "decode" in stages:
-        yield stages["decode"], _decode(sequence, stages["decode"]), _DECODE
+        decode_s = max(0.0, stages["decode"] - sequence["put_back_s"])
+        yield decode_s, _decode(sequence, decode_s), _DECODE
     if put_back_s := sequence["put_back_s"]:
         is_displaced = any(preemption["cause"] == "displaced" for preemption in sequence["preemptions"])
         lost = sum(preemption["lost_tokens"] for preemption in sequence["preemptions"])

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import msgspec
-
-from replica.messages import PreemptionCause, ReplicaId, SequenceAccount, SequenceState, Stages, WaitCause
+from replica.messages import ReplicaId, SequenceAccount, SequenceState, Stages, WaitCause
 from router.findings import findings
 from router.journal import Entry
 
@@ -23,8 +21,10 @@ _LACKS = {
     WaitCause.BUDGET: "tokens of a step",
     WaitCause.SEATS: "a seat in the batch",
 }
+#: of a sequence whose replica has not answered, while the router still waits for it
+UNKNOWN = "unknown"
 #: how far a request is: that of its sequence that is furthest behind
-_ORDER = tuple(SequenceState)
+_ORDER = (UNKNOWN, *SequenceState)
 
 
 def explain(entry: Entry | None, accounts: Accounts, now: float, wall_now: float) -> dict[str, Any] | None:
@@ -103,7 +103,7 @@ def sequence_data(replica_id: ReplicaId, account: SequenceAccount) -> dict[str, 
         "state": account.state.value,
         "finish_reason": account.finish_reason,
         "total_s": until - account.submitted_at,
-        **_stage_data(stages, account.submitted_at),
+        **_stage_data(stages, account.request_id, account.submitted_at),
         "lacks": None if account.lacks_since is None or stages.waited_for is None else stages.waited_for.value,
         "lacks_since_s": None if account.lacks_since is None else account.at - account.lacks_since,
         "num_ahead": account.num_ahead,
@@ -117,16 +117,13 @@ def sequence_data(replica_id: ReplicaId, account: SequenceAccount) -> dict[str, 
     }
 
 
-def _stage_data(stages: Stages, submitted_at: float | None) -> dict[str, Any]:
-    preemptions = msgspec.to_builtins(stages.preemptions)
-    names = ("at", "cause", "lost_tokens", "by")
-    told = [dict(zip(names, preemption, strict=True)) for preemption in preemptions]
-    for preemption in told:
-        at = preemption.pop("at")
+def _stage_data(stages: Stages, request_id: str, submitted_at: float | None) -> dict[str, Any]:
+    preemptions: list[dict[str, Any]] = []
+    for told in stages.preemptions:
+        by = None if told.by == request_id else told.by
+        preemptions.append({"cause": told.cause.value, "lost_tokens": told.num_lost_tokens, "by": by})
         if submitted_at is not None:
-            preemption["after_s"] = at - submitted_at
-        if preemption["cause"] == PreemptionCause.BLOCKS and not preemption["by"]:
-            del preemption["by"]
+            preemptions[-1]["after_s"] = told.at - submitted_at
     return {
         "stages_s": stages.by_stage(),
         "waits_s": {cause.value: seconds for cause, seconds in stages.waits.items()},
@@ -134,7 +131,7 @@ def _stage_data(stages: Stages, submitted_at: float | None) -> dict[str, Any]:
         "grammar_s": stages.grammar_s,
         "put_back_s": stages.put_back_s,
         "num_preemptions": stages.num_preemptions,
-        "preemptions": told,
+        "preemptions": preemptions,
         "chunks": [[chunk.step, chunk.num_tokens] for chunk in stages.chunks],
         "num_chunks": stages.num_chunks,
         "passed_by": stages.num_passes,
@@ -142,15 +139,24 @@ def _stage_data(stages: Stages, submitted_at: float | None) -> dict[str, Any]:
 
 
 def _sequences(entry: Entry | None, accounts: Accounts) -> list[dict[str, Any]]:
-    """By index, then by replica; of a replica that is gone what it had told with its last word."""
+    """By index, then by replica; of a replica that is gone or silent what it had told with its last word."""
     found = [sequence_data(replica_id, account) for replica_id, told in accounts.items() for account in told]
     known = {(sequence["index"], sequence["replica_id"]) for sequence in found}
-    for index, (replica_id, stages) in (entry.stages if entry is not None else {}).items():
-        if (index, replica_id) not in known:
-            by_stage = stages.by_stage()
-            remembered = {"index": index, "replica_id": replica_id, "state": SequenceState.ENDED.value}
-            found.append({**remembered, "total_s": sum(by_stage.values()), **_stage_data(stages, None)})
+    if entry is not None:
+        for index, (replica_id, stages) in entry.stages.items():
+            if (index, replica_id) not in known:
+                found.append(_remembered(entry, index, replica_id, stages))
     return sorted(found, key=lambda sequence: (sequence["index"], sequence["replica_id"]))
+
+
+def _remembered(entry: Entry, index: int, replica_id: ReplicaId, stages: Stages) -> dict[str, Any]:
+    return {
+        "index": index,
+        "replica_id": replica_id,
+        "state": UNKNOWN if entry.outcome is None else SequenceState.ENDED.value,
+        "total_s": sum(stages.by_stage().values()),
+        **_stage_data(stages, entry.request_id, None),
+    }
 
 
 def _standing(entry: Entry | None, sequence: dict[str, Any] | None, now: float) -> tuple[str, str | None, float | None]:

@@ -69,7 +69,8 @@ def test_from_waiting_to_an_answer(gated: ApiUnderTest) -> None:
     assert [line["request_id"] for line in asked(api, "?limit=1").json()["requests"]] == [first["request_id"]]
     living = asked(api, f"/{second['request_id']}").json()
     assert [event["what"] for event in living["events"]] == ["arrived", "submitted", "placed", "accepted"]
-    assert living["outcome"] is None
+    assert (living["outcome"], living["state"], living["waits_for"]) == (None, "queued", "the next step")
+    assert living["sequences"][0]["num_ahead"] == 0
     replica.runner.open()
     assert {client.response_id() for client in clients} == {first["request_id"], second["request_id"]}
     ended = asked(api, f"/{second['request_id']}").json()

@@ -152,6 +152,7 @@ def test_without_an_id_the_oldest_living_ones_are_told() -> None:
     assert [a.request_id for a in told(harness, limit=3)] == ["0", "1", "2"]
     assert [a.num_ahead for a in told(harness)] == [None, None, 0, 1, 2, 3]
     assert told(harness, "nobody") == []
+    assert len(told(harness, "0", limit=0)) == 1, "of a request everything is told"
 
 
 def test_only_the_last_ended_ones_are_kept() -> None:

@@ -80,6 +80,7 @@ def test_after_the_death_of_its_replica_the_last_word_of_that_is_left() -> None:
     entry = journal_entry()
     (account,) = accounts(harness, "big")[A]
     entry.stages[0] = (A, account.stages)
+    entry.outcome = "finished"
     both = explain(entry, accounts(harness, "big"), 99.0, 0.0)
     alone = explain(entry, {}, 99.0, 0.0)
     assert both is not None
@@ -87,6 +88,17 @@ def test_after_the_death_of_its_replica_the_last_word_of_that_is_left() -> None:
     assert len(both["sequences"]) == len(alone["sequences"]) == 1
     assert alone["sequences"][0]["stages_s"] == both["sequences"][0]["stages_s"]
     assert alone["state"] == "ended"
+
+
+def test_of_a_silent_replica_nothing_is_claimed_but_what_it_said() -> None:
+    harness = waiting_for_blocks()
+    (account,) = accounts(harness, "long")[A]
+    entry = journal_entry()
+    entry.outcome = None
+    entry.stages[0] = (A, account.stages)
+    found = explain(entry, {}, 9.0, 0.0)
+    assert found is not None
+    assert (found["state"], found["waits_for"]) == ("unknown", None)
 
 
 def test_the_living_are_told_oldest_first_with_those_that_no_replica_has() -> None:
@@ -128,9 +140,10 @@ router router, arrived 8.00 s ago
   +1.50 s    accepted at replica-a
 sequence 0 at replica-a: ended, length
   queued       0 ms |                                        |
-  blocks    15.00 s |##############################          | blocks 15.00 s
+  blocks    15.00 s |##############################          |
   prefill    2.00 s |                              ####      | 44 tokens, 0 cached, 2 pieces
   decode     3.00 s |                                  ######| 4 tokens
+  lacked blocks 15.00 s
 where to look:
    15.00 s  waited for KV blocks (it needs 12) -> kv_cache.kv_cache_gib, kv_cache.num_blocks, scheduler.watermark, \
 scheduler.max_num_seqs
@@ -150,6 +163,7 @@ def test_preemptions_and_silent_replicas_are_not_hidden() -> None:
     text = format_request(found)
     assert "put back at +" in text
     assert "for a, " in text
+    assert "(while put back as well)" in text
     assert "no answer from replica-b" in text
     assert any("put back 1x, " in finding["what"] for finding in found["findings"])
 
