@@ -71,10 +71,12 @@ class Drafter:
         """An n-gram is entered once a token follows it, so that nothing finds itself."""
         end = min(len(token_ids), self._num_indexed + _CATCH_UP_TOKENS)
         start = max(0, self._num_indexed - ngram)
+        self._num_indexed = end
+        if end < ngram:
+            return  # a prompt of one token and its first answer; ends of slices would be negative
         # the list and its copies shifted by 1, 2, ... give all n-grams at once
         columns = [token_ids[start + shift : end - ngram + shift] for shift in range(ngram)]
         self._at.update(zip(zip(*columns, strict=True), range(start + ngram, end), strict=True))
-        self._num_indexed = end
 
 
 class Speculation:

@@ -36,7 +36,17 @@ def test_what_followed_before_is_guessed_the_latest_occurrence_first() -> None:
     assert Drafter().propose([7, 7, 7], 1, 10) == [7, 7], "a loop goes on"
     assert Drafter().propose([6, 7, 6, 7, 6], 2, 10) == [7, 6]
     assert Drafter().propose([1], 3, 10) == []
+    assert Drafter().propose([1, 2], 3, 10) == [], "a text shorter than what is looked up"
     assert Drafter().propose([], 3, 10) == []
+
+
+def test_a_text_that_was_shorter_than_the_ngram_is_found_once_it_has_grown() -> None:
+    drafter, tokens = Drafter(), [4]
+    for token in [5, 6, 4, 5]:
+        assert drafter.propose(tokens, 3, 10) == []
+        tokens.append(token)
+    tokens.append(6)
+    assert drafter.propose(tokens, 3, 2) == [4, 5]
 
 
 @pytest.mark.parametrize("ngram", [1, 2, 3, 5])
