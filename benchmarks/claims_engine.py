@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import subprocess
 import time
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pathlib import Path
 from benchmarks.claims import Measured, claim
 from benchmarks.engine_cost import admit_cost, best, churn_cost, decode_cost, describe
 from benchmarks.servers import VLLM_ENV
+from benchmarks.trace_soak import SCALE, TRACES, load_traces, run_phase
 
 #: what was measured of vLLM 0.32 when the bounds were set: us per request and step; ms for 32,768 tokens
 VLLM_STEP_US, VLLM_ADMIT_MS, VLLM_LOOKUP_MS = 8.2, 4.7, 0.98
@@ -96,22 +98,6 @@ def lookup(full: bool) -> Iterator[tuple[str, Measured]]:
     yield from _admission(full, "lookup", 0.5, VLLM_LOOKUP_MS, ("lookup",))
 
 
-@claim("engine.soak")
-def soak(full: bool) -> Iterator[tuple[str, Measured]]:
-    """Requests of public traces (else synthetic ones) through the engine core in virtual time; raises on any loss."""
-    from benchmarks import trace_soak
-
-    started = time.monotonic()
-    total = trace_soak.run(1_000_000 if full else 40_000, 0, Path("../shared/traces"), quiet=not full)
-    rate = total.requests / (time.monotonic() - started)
-    note = (
-        f"{total.tokens} output and {total.prompt_tokens} prompt tokens, {total.steps} steps, {total.preemptions} "
-        f"preemptions, {total.refused} refused, {total.aborted} aborted, {total.shed} shed, {total.overdue} overdue"
-    )
-    yield "", Measured(total.requests, "requests, none lost", note=note)
-    yield "rate", Measured(rate, "requests/s")
-
-
 @claim("engine.tpot")
 def tpot(full: bool) -> Iterator[tuple[str, Measured]]:
     """Virtual time: a document of 8,000 tokens among nine chats, with and without a TPOT target."""
@@ -148,6 +134,22 @@ def guess(full: bool) -> Iterator[tuple[str, Measured]]:
         name = f"{found.task}.c{found.num_streams}"
         yield name, Measured(found.gain, "x the speed", bound, at_most=False, note=note)
         yield f"{name}.equal", Measured(float(found.is_equal), "equal outputs", 1.0, at_most=False)
+
+
+@claim("engine.soak")
+def soak(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Requests of public traces through the engine core in virtual time; a phase raises if any is lost."""
+    source, rows = load_traces(TRACES)
+    num_phases = 4 if full else 1
+    part = rows if full else random.Random(0).sample(rows, 10_000)
+    started, num_requests, num_ends = time.perf_counter(), 0, 0
+    for seed in range(num_phases):
+        result = run_phase(seed, part, SCALE)[1]
+        num_requests += result.num_requests
+        num_ends += sum(result.ends.values())
+    rate = num_requests / (time.perf_counter() - started)
+    note = f"of {num_requests}, {rate:.0f} requests/s; {source}, lengths x {SCALE:g}"
+    yield "", Measured(num_requests - num_ends, "requests lost", 0, note=note)
 
 
 def _admission(

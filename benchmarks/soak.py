@@ -1,9 +1,8 @@
-"""`make soak ARGS="--requests 1000000 --minutes 10 --kills 20"`: a million requests of public traces through one engine
-(`benchmarks/trace_soak.py`), random clusters in virtual time with faults, then kill -9 on a live cluster.
+"""`make soak ARGS="--requests 1000000 --minutes 10 --kills 20"`: public traces through one engine in virtual time
+(`trace_soak.py`), random clusters in virtual time with faults, then kill -9 on a live cluster. 0 leaves a part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
-it is in `tests/simulation/test_cluster.py` and `tests/cluster/test_serve.py`; figures of the last full run are in
-`docs/soak.md`.
+it is in `tests/simulation/` and `tests/cluster/test_serve.py`; figures of the last full run are in `docs/soak.md`.
 """
 
 from __future__ import annotations
@@ -111,15 +110,16 @@ def live(kills: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=1_000_000, help="of the traces")
+    parser.add_argument("--scale", type=float, default=trace_soak.SCALE, help="of the lengths in the traces")
+    parser.add_argument("--traces", type=Path, default=trace_soak.TRACES, help="folder with both traces")
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--kills", type=int, default=20, help="on live clusters")
-    parser.add_argument("--requests", type=int, default=1_000_000, help="of public traces through one engine")
-    parser.add_argument("--traces", type=Path, default=Path("../shared/traces"), help="absent: synthetic requests")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    if options.requests:
-        trace_soak.run(options.requests, options.seed, options.traces)
-    virtual(options.minutes, options.seed)
+    trace_soak.run(options.requests, options.seed, options.scale, options.traces)
+    if options.minutes:
+        virtual(options.minutes, options.seed)
     return 1 if live(options.kills) else 0
 
 
