@@ -25,7 +25,15 @@ from replica.config import (
     SchedulerConfig,
 )
 from replica.engine_core import EngineCore
-from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput, TokenLogprobs
+from replica.messages import (
+    GenerateRequest,
+    PreemptionCause,
+    RequestId,
+    RouterId,
+    SamplingParams,
+    SequenceInput,
+    TokenLogprobs,
+)
 from replica.model_runner import TorchModelRunner
 from replica.progress import SchedulerCounters
 from replica.step import StepPlan
@@ -79,6 +87,8 @@ class Way(msgspec.Struct, frozen=True):
     resume_at: float = 0.0
     #: every second request comes late, one in so many steps, and is urgent
     urgent_every: int = 0
+    #: everybody who has a token more is put back before the next step: a preemption at every position
+    puts_back: bool = False
     #: of the scheduler
     knobs: dict[str, Any] = {}
 
@@ -104,6 +114,7 @@ WAYS = (
         prefix_caching=True,
         knobs={"policy": "sjf", "preemption_victim": "cost"},
     ),
+    Way("put back after every token", puts_back=True, prefix_caching=True),
     Way("guessed ahead", prefix_caching=True, knobs={"num_speculative_tokens": 8, "speculative_ngram": 1}),
     Way(
         "guessed ahead, preempted, in chunks",
@@ -232,6 +243,9 @@ def _drive(
             return
         if plan is not None:
             _step(core, runner, plan, traces)
+        if way.puts_back:
+            for sequence in [s for s in core.scheduler.running if s.num_uncomputed_tokens == 1]:
+                core.scheduler.preempt(sequence, PreemptionCause.BLOCKS, 0.0, by=sequence)
 
 
 def _submit(
