@@ -79,8 +79,12 @@ def test_knobs_change_under_running_streams_and_outlive_a_replica() -> None:
                 assert "in force at 2 replica(s) and 1 router(s)" in said
                 urgent = await client.post("/v1/completions", json=body(2, 2, priority=-1))
                 assert urgent.status_code == 200, "the router still looks at no priorities"
-                code, said = await command(shoal, "set", "scheduler.watermark=0.2", "scheduler.max_num_seqs=0")
+                (code, said), (_, shown) = await asyncio.gather(
+                    command(shoal, "set", "scheduler.watermark=0.2", "scheduler.max_num_seqs=0"),
+                    command(shoal, "get", "scheduler.policy", "router.max_queued_requests_per_replica"),
+                )
                 assert (code, "scheduler.max_num_seqs" in said) == (2, True), said
+                assert [line.split()[1] for line in shown.splitlines()[:2]] == ["5", "priority"], shown
                 may_end.set()
                 assert await asking == {200}
                 await asyncio.gather(*streams)
@@ -98,6 +102,3 @@ def test_knobs_change_under_running_streams_and_outlive_a_replica() -> None:
             lambda: len(replicas(shoal)) == 2 and replicas(shoal).keys() != before.keys(), 30, "Serve's replacement"
         )
         wait_until(lambda: set(replicas(shoal).values()) == {number}, 10, "the configuration in force at the new one")
-        code, said = asyncio.run(command(shoal, "get", "scheduler.policy", "router.max_queued_requests_per_replica"))
-        assert code == 0, said
-        assert [line.split()[1] for line in said.splitlines()[:2]] == ["5", "priority"]
