@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster import __version__, model_store
-from cluster.config import ClusterConfig, load
+from cluster import __version__, live_knobs, model_store
+from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.serve_env import SERVE_ENV
 from replica.deployment import replica_deployment
 from router.deployment import router_deployment
@@ -27,7 +27,8 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
 def build_from(config: ClusterConfig) -> serve.Application:
     """The Serve application of a checked configuration."""
     replicas = replica_deployment(
-        config.engine_config(),
+        config.model_copy(update={"http": HttpConfig()}).model_dump(),  # API keys are none of its business
+        live_knobs.engine_settings,
         model_store.resolve,
         num_replicas=config.replicas.both,
         replicas_on_node=replicas_on_node(config),
@@ -52,16 +53,11 @@ def build_from(config: ClusterConfig) -> serve.Application:
             "max_pending_body_bytes": int(config.http.max_pending_body_mib * (1 << 20)),
             "body_timeout_s": config.http.body_timeout_s,
             "admin_endpoints": config.http.admin_endpoints,
-            "policy": config.scheduler.policy,
             "set_request_id_header": False,
             "version": __version__,
         },
-        dispatcher={
-            "admission_wait_s": config.router.admission_wait_ms / 1000,
-            "max_held_requests": config.router.max_held_requests,
-            "priority_ageing_s": config.scheduler.priority_ageing_s if config.scheduler.policy == "priority" else None,
-        },
-        policy=config.router.policy,
+        config=config.model_dump(),
+        live=live_knobs.router_settings,
         chat_template=config.chat_template,
     )
 

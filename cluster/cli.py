@@ -1,5 +1,5 @@
-"""RAY. The `shoal` command: serve, status, why, model. Heavy imports happen inside the commands, so `shoal --help` is
-instant.
+"""RAY. The `shoal` command: serve, set, get, status, why, model. Heavy imports happen inside the commands, so that
+`shoal --help` is instant.
 """
 
 from __future__ import annotations
@@ -64,10 +64,26 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("--api-key", help="bearer key, if the cluster wants one")
     why.add_argument("--json", action="store_true", help="machine-readable")
     why.set_defaults(run=_why, parser=why)
+    _add_knobs(commands)
     model = commands.add_parser("model", help="fetch, convert and locate a model")
     model.add_argument("name", nargs="?", default="smollm2-135m-instruct", help="built-in name, folder or .gguf file")
     model.set_defaults(run=_model, parser=model)
     return parser
+
+
+def _add_knobs(commands: Any) -> None:
+    change = commands.add_parser("set", help="change the configuration of a running cluster, without a restart")
+    change.add_argument(
+        "items", nargs="+", metavar="KEY=VALUE", help="e.g. scheduler.watermark=0.03; see docs/knobs.md"
+    )
+    change.set_defaults(run=_set, parser=change)
+    show = commands.add_parser("get", help="the configuration of a running cluster")
+    show.add_argument("keys", nargs="*", metavar="KEY", help="a key or a section; all without it")
+    show.add_argument("--json", action="store_true", help="machine-readable")
+    show.set_defaults(run=_get, parser=show)
+    for command in (change, show):
+        command.add_argument("--address", help="of its Ray, host:port or auto; default: RAY_ADDRESS, else see --port")
+        command.add_argument("--port", type=int, default=8000, help="of a `shoal serve` on this machine; default 8000")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
@@ -104,12 +120,21 @@ def config_overrides(options: argparse.Namespace) -> dict[str, Any]:
     overrides = {key: value for flag, key in _FLAGS.items() if (value := getattr(options, flag)) is not None}
     if options.api_key:
         overrides["http.api_keys"] = options.api_key
-    for item in options.set:
+    return {**overrides, **_assignments(options.set, "--set ")}
+
+
+def _assignments(items: Sequence[str], name: str = "") -> dict[str, Any]:
+    """KEY=VALUE, the value as in YAML."""
+    found = {}
+    for item in items:
         key, separator, text = item.partition("=")
         if not separator or not key:
-            raise ConfigError(f"--set {item!r}: expected KEY=VALUE")
-        overrides[key] = yaml.safe_load(text)
-    return overrides
+            raise ConfigError(f"{name}{item!r}: expected KEY=VALUE")
+        try:
+            found[key] = yaml.safe_load(text)
+        except yaml.YAMLError:
+            raise ConfigError(f"{name}{item!r}: {text!r} is not a YAML value") from None
+    return found
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -166,6 +191,66 @@ def _why(options: argparse.Namespace) -> int:
     else:
         print(format_living(told) if options.request_id is None else format_request(told))
     return 0
+
+
+def _set(options: argparse.Namespace) -> int:
+    import time
+
+    from cluster import live_knobs
+    from cluster.live_apply import attached, in_force, put_in_force
+
+    values = _assignments(options.items)
+    live_knobs.check_keys(values)  # before anything takes time
+    with attached(options.address, options.port):
+        found = in_force()
+        wanted = live_knobs.changed(found.now, values)
+        started = time.monotonic()
+        num_routers, num_replicas = put_in_force(found.start, wanted)
+        took_s = time.monotonic() - started
+    before, after = dict(live_knobs.flat_values(found.now)), dict(live_knobs.flat_values(wanted))
+    for key in values:
+        print(f"{key}: {_shown(before[key])} -> {_shown(after[key])}")
+    print(
+        f"configuration {live_knobs.number_of(wanted):08x} is in force at {num_replicas} replica(s) and "
+        f"{num_routers} router(s) after {took_s:.1f} s",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def _get(options: argparse.Namespace) -> int:
+    from cluster import live_knobs
+    from cluster.live_apply import attached, in_force
+
+    known = live_knobs.all_keys()
+    for key in options.keys:
+        if not any(name == key or name.startswith(f"{key}.") for name in known):
+            live_knobs.check_keys({key: None})
+    with attached(options.address, options.port):
+        found = in_force()
+    rows = {
+        key: value
+        for key, value in live_knobs.flat_values(found.now)
+        if not options.keys or any(key == wanted or key.startswith(f"{wanted}.") for wanted in options.keys)
+    }
+    rows.update({key: ["***"] * len(value) for key, value in rows.items() if key == "http.api_keys"})
+    if options.json:
+        import json
+
+        print(json.dumps({"number": f"{live_knobs.number_of(found.now):08x}", "values": rows}, indent=2))
+        return 0
+    resolved = {f"scheduler.{name}": value for name, value in found.resolved.items()}
+    for key, value in rows.items():
+        filled = f" ({resolved[key]})" if value is None and key in resolved else ""
+        print(f"{key:<46} {_shown(value) + filled:<24} {'live' if key in live_knobs.LIVE else 'needs a restart'}")
+    print(f"configuration {live_knobs.number_of(found.now):08x}", file=sys.stderr)
+    for sentence in found.refused:
+        print(f"shoal: the last user_config is refused: {sentence}", file=sys.stderr)
+    return 0
+
+
+def _shown(value: object) -> str:
+    return "auto" if value is None else str(value)
 
 
 def _model(options: argparse.Namespace) -> int:

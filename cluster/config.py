@@ -180,7 +180,9 @@ def _sentence(item: Mapping[str, Any]) -> str:
         return f"{place}: unknown key{hint}"
     if item["type"] == "model_type":
         return f"{place}: must be a section with the keys {', '.join(_fields_at(item['loc']))} (got {item['input']!r})"
-    return f"{place}: {item['msg'].removeprefix('Value error, ')} (got {item['input']!r})"
+    # a rule between keys names what it found; the section as a whole would only bury it
+    found = "" if isinstance(item["input"], Mapping) else f" (got {item['input']!r})"
+    return f"{place}: {item['msg'].removeprefix('Value error, ')}{found}"
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:

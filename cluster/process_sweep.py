@@ -22,16 +22,31 @@ def run_folder() -> Path:
     return cache_folder() / "run" / (boot.read_text().strip() if boot.exists() else "this-machine")
 
 
-def record_children(folder: Path | None = None) -> None:
-    """Write the descendants of this process down."""
+def record_children(folder: Path | None = None, **facts: object) -> None:
+    """Write the descendants of this process down, and whatever else others shall find."""
     folder = folder or run_folder()
     folder.mkdir(parents=True, exist_ok=True)
     me = os.getpid()
-    record = {"driver": [me, start_time(me)], "children": [[pid, start_time(pid)] for pid in descendants(me)]}
+    children = [[pid, start_time(pid)] for pid in descendants(me)]
+    record = {"driver": [me, start_time(me)], "children": children, "facts": facts}
     path = folder / f"{me}.json"
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record))
     temporary.rename(path)
+
+
+def running_drivers(folder: Path | None = None) -> list[dict[str, object]]:
+    """What the drivers of this machine that are alive said of themselves."""
+    found = []
+    for path in sorted((folder or run_folder()).glob("*.json")):
+        try:
+            record = json.loads(path.read_text())
+            (driver, started), facts = record["driver"], dict(record["facts"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # half written, or of an older version
+        if started is not None and start_time(driver) == started:
+            found.append(facts)
+    return found
 
 
 def sweep_orphans(folder: Path | None = None) -> list[str]:

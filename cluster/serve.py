@@ -37,7 +37,7 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
     if not os.environ.get("RAY_ADDRESS"):
         _check_port(host, port)
     config = _localize(config)
-    _set_environment()
+    set_environment()
     for line in sweep_orphans():
         _say(line)
     has_deployed = False
@@ -54,7 +54,8 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
             has_deployed = True
             _deploy(config, host, port)
             if not attached:
-                record_children()  # again: now with the replicas
+                # again: now with the replicas, and with what `shoal set` needs to find them
+                record_children(port=port, address=ray_address(), auth_mode=os.environ.get("RAY_AUTH_MODE"))
             if not owns_serve and not _listens(host, port):
                 _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
             _say(f"replicas: {_describe_replicas(config, host, port)}")
@@ -187,7 +188,7 @@ def _start_ray(config: ClusterConfig) -> bool:
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _say(f"joining Ray at {address}")
-        _check_ray_address(address)
+        check_ray_address(address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -204,6 +205,13 @@ def _start_ray(config: ClusterConfig) -> bool:
         object_store_memory=100 << 20,  # nothing of ours goes through it
     )
     return False
+
+
+def ray_address() -> str:
+    """Where another process can join the Ray that this one is in."""
+    import ray
+
+    return str(ray.get_runtime_context().gcs_address)
 
 
 def _serve_is_running() -> bool:
@@ -236,7 +244,7 @@ def _listens(host: str, port: int) -> bool:
     return True
 
 
-def _check_ray_address(address: str) -> None:
+def check_ray_address(address: str) -> None:
     """Ray waits for minutes and in silence for an address where nothing is; two seconds tell as well."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -300,7 +308,7 @@ def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:
     return "not heard of yet; see `shoal status`"
 
 
-def _set_environment() -> None:
+def set_environment() -> None:
     """Before `ray` is imported: Serve reads these when its modules load, in this process and in every one it starts."""
     from cluster.serve_env import SERVE_ENV
 

@@ -40,7 +40,10 @@ def _sentence(error: urllib.error.HTTPError) -> str:
 def format_status(status: Mapping[str, Any]) -> str:
     """A table for people; one line a replica."""
     lines = [
-        f"router {status['router_id'][:8]}: {status['requests']} requests, {status['held']} held",
+        (
+            f"router {status['router_id'][:8]}: {status['requests']} requests, {status['held']} held; "
+            f"configuration {status.get('config', '-')}{_who_differs(status)}"
+        ),
         (
             f"{'replica':<12} {'state':<9} {'queued/cap':>10} {'returning':>9} {'running':>7} {'oldest':>7} "
             f"{'KV used':>8} {'unfilled':>8} {'hit rate':>8} {'preempted':>9} {'step':>8} {'between':>8} {'sched':>6}"
@@ -71,3 +74,9 @@ def _steps(replica: Mapping[str, Any]) -> str:
         return f"{'-':>8} {'-':>8} {'-':>6}"
     share = 100 * counters.get("scheduler_s", 0.0) / (model_s + between_s)
     return f"{1000 * model_s / num_steps:>5.1f} ms {1000 * between_s / num_steps:>5.2f} ms {share:>4.1f} %"
+
+
+def _who_differs(status: Mapping[str, Any]) -> str:
+    """Replicas with other live values than this router; for a moment after `shoal set` there may be some."""
+    others = [r for r in status["replicas"] if r.get("config") != status.get("config")]
+    return "".join(f", but {r['config']} at {r['replica_id'][:12]}" for r in others)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from ray import serve
 
 from replica.config import EngineConfig, resolve
 from replica.engine import Engine
+from replica.errors import ConfigError
 from replica.fake_runner import FakeModelRunner
 from replica.hardware import detect_hardware
 from replica.messages import Role
@@ -29,6 +30,9 @@ from replica.step import ModelRunner
 logger = logging.getLogger(__name__)
 
 ModelSource = Callable[[str], Path]
+#: the configuration at the start, and what was changed since (Serve's `user_config`) -> the configuration in force, and
+#: its number. Raises ConfigError.
+Settings = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[EngineConfig, int]]
 
 
 def make_runner(config: EngineConfig, model_source: ModelSource) -> ModelRunner:
@@ -47,21 +51,26 @@ def make_runner(config: EngineConfig, model_source: ModelSource) -> ModelRunner:
 
 
 class Replica:
-    """Plain class behind the deployment. `model_source` turns a model name into a folder on this node.
+    """Plain class behind the deployment. `settings` makes the engine's configuration of `config`, `model_source` turns
+    a model name into a folder on this node.
 
-    `config` may hold `auto` values: they are resolved here, from the hardware of the node where the replica really
-    runs.
+    `auto` values are resolved here, from the hardware of the node where the replica really runs.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
-        config: dict[str, Any],
+        config: Mapping[str, Any],
+        settings: Settings,
         model_source: ModelSource,
         drain_s: float,
         replicas_on_node: int,
         role: str = Role.BOTH,
     ) -> None:
-        self.config = resolve(EngineConfig.model_validate(config), detect_hardware(), replicas_on_node)
+        at_start, number = settings(config, {})
+        self._resolve = partial(resolve, hardware=detect_hardware(), replicas_on_node=replicas_on_node)
+        self._settings = partial(settings, config)
+        self.config = self._resolve(at_start)
+        self._refused = ""
         self.role = Role(role)
         #: made here, because Ray reuses actor ids
         self.incarnation = uuid.uuid4().hex
@@ -71,6 +80,7 @@ class Replica:
         runner = RunnerProcess(make) if self.config.parallel.runner_placement == "process" else RunnerThread(make)
         self.engine = Engine(self.config, runner, incarnation=self.incarnation)
         await self.engine.start()
+        self.engine.configure(self.config, number)
         info = self.engine.core.info
         logger.info("%s", info.description)
         if info.num_blocks * info.block_size < info.max_model_len:
@@ -93,6 +103,29 @@ class Replica:
             "enable_prefix_caching": str(self.config.cache.enable_prefix_caching),
         }
 
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Serve calls it after the constructor and at each change of `user_config`. What cannot work is refused whole,
+        and what was in force stays: raising would make Serve replace one replica after the other, for a misprint.
+        """
+        try:
+            config, number = self._settings(user_config)
+        except ConfigError as error:
+            self._refused = str(error)
+            logger.error("user_config is refused, the configuration stays as it was: %s", error)
+            return
+        self._refused = ""
+        self.config = self._resolve(config)
+        self.engine.configure(self.config, number)
+        logger.info("configuration %08x is in force", number)
+
+    async def configuration(self) -> dict[str, Any]:
+        """For `shoal get` and `shoal set`: what is in force, and why the last change is not."""
+        return {
+            "number": self.engine.core.config_number,
+            "refused": self._refused,
+            "scheduler": self.config.scheduler.model_dump(mode="json"),
+        }
+
     def check_health(self) -> None:
         """Raises if the engine makes no progress; Serve then replaces the replica."""
         self.engine.check_health()
@@ -111,7 +144,8 @@ class Replica:
 
 
 def replica_deployment(
-    config: EngineConfig,
+    config: Mapping[str, Any],
+    settings: Settings,
     model_source: ModelSource,
     *,
     num_replicas: int,
@@ -143,9 +177,10 @@ def replica_deployment(
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=drain_s + 10,
         max_ongoing_requests=1000,
+        user_config={},  # not None, so that `reconfigure` is called from the start
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
     application: serve.Application = deployment.bind(
-        config.model_dump(), model_source, drain_s, replicas_on_node, role.value
+        config, settings, model_source, drain_s, replicas_on_node, role.value
     )
     return application

@@ -129,6 +129,15 @@ class Engine:
                 return  # nothing has changed
         self._kick()
 
+    def configure(self, config: EngineConfig, number: int) -> None:
+        """Other rules from now on, also in the middle of a step. Of `config`, which is resolved, only `scheduler` and
+        `admission` can change; `number` names it in what the replica tells.
+        """
+        self.core.configure(config.scheduler, config.admission)
+        self.core.config_number = number
+        self._schedule_load()  # routers go by the cap they were told last
+        self._kick()
+
     def check_health(self) -> None:
         """Progress, not just life. Raises EngineError if the step loop ended or a step hangs."""
         if self._failure is not None:

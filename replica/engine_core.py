@@ -48,6 +48,8 @@ class EngineCore:
         )
         self._admission = Admission(info, config.admission.max_queued_requests)
         self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
+        #: names the configuration: equal numbers, equal live values; the shell sets it
+        self.config_number = 0
         #: for the shell to fill
         self.step_times = StepTimes()
         self._requests = RequestBook()
@@ -244,6 +246,8 @@ class EngineCore:
                 "model_s": self.step_times.model_s,
                 "scheduler_s": self.step_times.scheduler_s,
                 "between_steps_s": self.step_times.between_s,
+                "config_number": self.config_number,
+                "prompt_token_limit": scheduler.prompt_token_limit,
                 **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
             },
             step_token_counts=counters.step_token_counts.copy(),

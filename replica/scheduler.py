@@ -77,6 +77,12 @@ class Scheduler:
         return self._rules.policy
 
     @property
+    def prompt_token_limit(self) -> int:
+        """Tokens that prompts, and guesses, could have in the last step that was asked for."""
+        limit = self.pace.prompt_tokens
+        return self._rules.max_batched if limit is None else min(limit, self._rules.max_batched)
+
+    @property
     def has_work(self) -> bool:
         return bool(self.running or self.returning or self.queued)
 

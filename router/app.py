@@ -295,6 +295,8 @@ def create_app(
         edge.threads.shutdown(wait=False, cancel_futures=True)
 
     known = (ShoalError, HttpError, HTTPException, ClientGoneError)  # anything else: the middleware
-    return Starlette(
+    app = Starlette(
         routes=routes, middleware=middleware, exception_handlers=dict.fromkeys(known, _on_error), lifespan=lifespan
     )
+    app.state.edge = edge  # for what may change while it serves
+    return app

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,22 +17,32 @@ from ray import serve
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from replica.errors import ConfigError
 from replica.messages import RouterId
 from router import membership
 from router.app import create_app
 from router.app_settings import AppSettings
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.dispatcher import Dispatcher
 from router.grammar_worker import GrammarChecker
 from router.live_backend import LiveBackend
+from router.live_settings import LiveSettings
 from router.placement import POLICIES
 from router.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
+
 #: model name -> folder on this node with tokenizer and configuration
 ModelSource = Callable[[str], Path]
+#: the configuration at the start, and what was changed since (Serve's `user_config`) -> what is in force here. Raises
+#: ConfigError.
+Live = Callable[[Mapping[str, Any], Mapping[str, Any]], LiveSettings]
 
 
 class Router:
-    """Plain class behind the deployment. Serve calls `__serve_build_asgi_app__` after the constructor."""
+    """Plain class behind the deployment. Serve calls `__serve_build_asgi_app__` after the constructor.
+
+    `config` is the whole configuration at the start; `live` makes of it what may change, `settings` is the rest.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -39,20 +50,23 @@ class Router:
         model: str,
         model_source: ModelSource,
         settings: Mapping[str, Any],
-        dispatcher: Mapping[str, Any],
-        policy: str,
+        config: Mapping[str, Any],
+        live: Live,
         chat_template: str | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(None, model_source, model)
         tokenizer = Tokenizer.from_folder(folder, chat_template)
         router_id = RouterId(uuid.uuid4().hex[:12])
-        self.settings = _complete({**settings, "router_name": router_id}, tokenizer)
+        self._config, self._live = config, live
+        self._overlay: Mapping[str, Any] = {}
+        self._refused = ""
+        now = live(config, {})
+        self.settings = _complete({**settings, "router_name": router_id, "policy": now.order_policy}, tokenizer)
         self.backend = LiveBackend(
-            Dispatcher(DispatcherConfig(**dispatcher), POLICIES[policy]),
-            router_id,
-            self.settings.served_model_names[0],
+            Dispatcher(now.dispatcher, POLICIES[now.placement]), router_id, self.settings.served_model_names[0]
         )
+        self.backend.config_number = now.number
         self._grammars = GrammarChecker()
         self._app = create_app(self.settings, tokenizer, self.backend, reason_against=self._grammars.reason_against)
         membership.LISTENERS.append((loop, self.backend.on_view))
@@ -66,6 +80,32 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
+
+    async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Serve calls it after the constructor and at each change of `user_config`. What cannot work is refused whole,
+        and what was in force stays (as in `replica/deployment.py`).
+        """
+        try:
+            live = self._live(self._config, user_config)
+        except ConfigError as error:
+            self._refused = str(error)
+            logger.error("user_config is refused, the configuration stays as it was: %s", error)
+            return
+        self._refused, self._overlay = "", user_config
+        self.backend.dispatcher.configure(live.dispatcher, POLICIES[live.placement])
+        self.backend.config_number = live.number
+        self._app.state.edge.look_at_priorities(live.order_policy)
+
+    async def configuration(self) -> dict[str, Any]:
+        """For `shoal get` and `shoal set`: the configuration at the start, what lies over it, and why the last change
+        does not.
+        """
+        return {
+            "number": self.backend.config_number,
+            "refused": self._refused,
+            "start": dict(self._config),
+            "overlay": dict(self._overlay),
+        }
 
 
 def _complete(settings: Mapping[str, Any], tokenizer: Tokenizer) -> AppSettings:
@@ -111,6 +151,7 @@ def router_deployment(
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=longest_stream_s,
         max_ongoing_requests=100_000,
+        user_config={},  # not None, so that `reconfigure` is called from the start
     )
     application: serve.Application = deployment.bind(replicas, **kwargs)
     return application

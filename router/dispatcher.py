@@ -15,29 +15,13 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from replica.messages import FINAL_REFUSALS, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import Journal, grounds
+from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.placement import Policy
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.tracked import HeldRequests, State, Tracked
-
-
-class DispatcherConfig(msgspec.Struct, frozen=True):
-    """Limits of holding and retrying."""
-
-    admission_wait_s: float = 0.1
-    max_held_requests: int = 1024
-    #: how long a request that lost its replica may wait for another: a replacement takes 1.2 to 1.7 s plus loading
-    resume_wait_s: float = 20.0
-    #: replicas in a row that may die or fail under one request, without a token in between, before it fails
-    max_losses: int = 3
-    #: a replica that has said nothing for so long is given up, though its stream still stands (SIGSTOP, cut network)
-    give_up_silent_s: float = 10.0
-    #: under the policy `priority`: its `priority_ageing_s`; None: priorities are not looked at
-    priority_ageing_s: float | None = None
 
 
 class Dispatcher:
@@ -51,6 +35,14 @@ class Dispatcher:
         self._held = HeldRequests(config.priority_ageing_s)
         #: what was decided, for `shoal why`; nothing is decided by it
         self.journal = Journal()
+
+    def configure(self, config: DispatcherConfig, policy: Policy) -> None:
+        """Other rules from now on. Nobody is refused for it: who is held already keeps the time he was given, and above
+        a lowered `max_held_requests` nobody more is held until enough have left.
+        """
+        self._config = config
+        self._policy = policy
+        self._held.order_by(config.priority_ageing_s)
 
     @property
     def num_held(self) -> int:

@@ -64,6 +64,10 @@ class Edge:
         )
         self._turns = asyncio.Semaphore(settings.num_tokenizer_threads)
 
+    def look_at_priorities(self, policy: str) -> None:
+        """`policy` is what replicas sort by from now on."""
+        self.settings = self.settings.model_copy(update={"policy": policy})
+
     async def read(self, scope: Scope, receive: Receive) -> Body:
         """See `read_body`."""
         return await read_body(scope, receive, self._bodies)

@@ -64,6 +64,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
         "How long the one that waits longest has been waiting.",
         lambda load: load.oldest_wait_s,
     ),
+    (
+        "shoal_config_number",
+        "Names the configuration in force at a replica: equal numbers, equal live values.",
+        lambda load: load.counters.get("config_number", 0),
+    ),
+    (
+        "shoal_prompt_token_limit",
+        "Tokens that prompts could have in the last step beside streams.",
+        lambda load: load.counters.get("prompt_token_limit", 0),
+    ),
 )
 #: metric name, help text, key in `ReplicaLoad.counters`
 _COUNTERS = (
@@ -144,11 +154,14 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...], Callable[[ReplicaLoad], li
 
 
 class _Collector(Collector):
-    def __init__(self, dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str, config_number: int
+    ) -> None:
         self._dispatcher = dispatcher
         self._metadata = metadata
         self._model_name = model_name
         self._router_id = router_id
+        self._config_number = config_number
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
@@ -176,9 +189,13 @@ class _Collector(Collector):
                 histogram.add_metric(values, _buckets(bounds, counts), load.counters.get(total, 0))
             yield histogram
         yield self._cache_config()
-        held = GaugeMetricFamily("shoal_held_requests", "Requests this router holds.", labels=["model_name", "router"])
-        held.add_metric([self._model_name, self._router_id], self._dispatcher.num_held)
-        yield held
+        for name, text, figure in (
+            ("shoal_held_requests", "Requests this router holds.", self._dispatcher.num_held),
+            ("shoal_router_config_number", "Names the configuration in force at this router.", self._config_number),
+        ):
+            own = GaugeMetricFamily(name, text, labels=["model_name", "router"])
+            own.add_metric([self._model_name, self._router_id], figure)
+            yield own
 
     def _cache_config(self) -> Metric:
         names = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens", "enable_prefix_caching")
@@ -202,8 +219,10 @@ def _buckets(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, fl
     return list(zip(names, map(float, accumulate(counts)), strict=True))
 
 
-def render_metrics(dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str) -> bytes:
+def render_metrics(
+    dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str, config_number: int = 0
+) -> bytes:
     """Prometheus text format."""
     registry = CollectorRegistry()
-    registry.register(_Collector(dispatcher, metadata, model_name, router_id))
+    registry.register(_Collector(dispatcher, metadata, model_name, router_id, config_number))
     return generate_latest(registry)

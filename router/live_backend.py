@@ -62,6 +62,8 @@ class LiveBackend:
     ) -> None:
         self.dispatcher = dispatcher
         self.router_id = router_id
+        #: names the configuration: equal numbers, equal live values
+        self.config_number = 0
         self._model_name = model_name
         self._clock = clock
         #: seconds since the epoch: what order keys and deadlines are told in
@@ -117,7 +119,7 @@ class LiveBackend:
         return self.dispatcher.num_requests
 
     def metrics_text(self) -> bytes:
-        return render_metrics(self.dispatcher, self._known, self._model_name, self.router_id)
+        return render_metrics(self.dispatcher, self._known, self._model_name, self.router_id, self.config_number)
 
     async def reset_prefix_cache(self, timeout_s: float) -> int:
         return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
@@ -152,13 +154,14 @@ class LiveBackend:
     def status(self) -> dict[str, object]:
         now = self._clock()
         replicas = [
-            _describe(view, self._known.get(view.replica_id, {}).get("description", ""), now)
+            view.describe(self._known.get(view.replica_id, {}).get("description", ""), now)
             for view in self.dispatcher.views.values()
         ]
         return {
             "router_id": self.router_id,
             "requests": self.dispatcher.num_requests,
             "held": self.dispatcher.num_held,
+            "config": f"{self.config_number:08x}",
             "replicas": replicas,
         }
 
@@ -348,27 +351,6 @@ class LiveBackend:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._on_time()
-
-
-def _describe(view: ReplicaView, description: str, now: float) -> dict[str, object]:
-    """A replica, for `shoal status`."""
-    load = view.load
-    return {
-        "replica_id": view.replica_id,
-        "address": view.address,
-        "description": description,
-        "state": "draining" if view.is_draining else "up" if view.is_placeable(now) else "silent",
-        "queued": load.num_queued,
-        "queue_cap": load.queue_cap,
-        "returning": load.num_returning,
-        "running": load.num_running,
-        "kv_blocks": load.num_blocks,
-        "kv_blocks_free": load.num_free_blocks,
-        "step": load.step,
-        "oldest_wait_s": load.oldest_wait_s,
-        "kv_fragmentation": load.kv_fragmentation,
-        "counters": load.counters,
-    }
 
 
 def _final_error(output: SequenceOutput) -> ShoalError | None:

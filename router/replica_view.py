@@ -60,3 +60,24 @@ class ReplicaView:
     def has_room_for(self, num_sequences: int) -> bool:
         """Believed: the queue takes `num_sequences` more."""
         return self.load.num_queued + self.unanswered_sequences + num_sequences <= self.load.queue_cap
+
+    def describe(self, description: str, now: float) -> dict[str, object]:
+        """For `shoal status`; `description` is what the replica told Serve of itself."""
+        load = self.load
+        return {
+            "replica_id": self.replica_id,
+            "address": self.address,
+            "description": description,
+            "state": "draining" if self.is_draining else "up" if self.is_placeable(now) else "silent",
+            "queued": load.num_queued,
+            "queue_cap": load.queue_cap,
+            "returning": load.num_returning,
+            "running": load.num_running,
+            "kv_blocks": load.num_blocks,
+            "kv_blocks_free": load.num_free_blocks,
+            "step": load.step,
+            "oldest_wait_s": load.oldest_wait_s,
+            "kv_fragmentation": load.kv_fragmentation,
+            "config": f"{int(load.counters.get('config_number', 0)):08x}",
+            "counters": load.counters,
+        }

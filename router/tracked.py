@@ -137,6 +137,16 @@ class HeldRequests:
         request.held_key = (not request.is_returning, turn, self.value(request.order_key), self._num_ever)
         insort(self._sorted, request, key=_held_key)
 
+    def order_by(self, ageing_s: float | None) -> None:
+        """Another policy: all are sorted again; of equals whoever was held first stays first."""
+        if ageing_s == self._ageing_s:
+            return
+        self._ageing_s = ageing_s
+        for request in self._sorted:
+            is_fresh, turn, _, number = request.held_key
+            request.held_key = (is_fresh, turn, self.value(request.order_key), number)
+        self._sorted.sort(key=_held_key)
+
     def discard(self, request: Tracked) -> None:
         """Idempotent."""
         position = bisect_left(self._sorted, request.held_key, key=_held_key)

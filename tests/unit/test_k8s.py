@@ -21,6 +21,7 @@ import yaml
 from pydantic import BaseModel
 
 from cluster.config import load
+from cluster.live_knobs import lay_over
 from cluster.serve_env import SERVE_ENV
 from replica.errors import ConfigError
 
@@ -306,6 +307,17 @@ def test_our_config_accepts_the_args(config: Document) -> None:
     assert parsed.kv_cache.kv_cache_gib == args["kv_cache"]["kv_cache_gib"]
     with pytest.raises(ConfigError, match="drain_s"):
         load({**args, "drain_sec": 5})
+
+
+def test_both_deployments_have_the_same_live_knobs_and_those_are_valid(config: Document) -> None:
+    application = config["applications"][0]
+    told = {one["name"]: one["user_config"] for one in application["deployments"]}
+    assert told.keys() == {"Replica", "Router"}
+    assert told["Replica"] == told["Router"]
+    start = load(application["args"])
+    assert lay_over(start.model_dump(), told["Router"]).model == start.model
+    with pytest.raises(ConfigError, match="needs a restart"):
+        lay_over(start.model_dump(), {"kv_cache": {"block_size": 32}})
 
 
 def test_each_worker_pod_holds_one_replica(service: Document, config: Document) -> None:

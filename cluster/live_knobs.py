@@ -1,0 +1,135 @@
+"""PURE. Knobs that change while the cluster runs.
+
+A cluster is started with a whole configuration, which stays what it is; what is changed later lies over it: nested
+sections of `ClusterConfig` with live keys only. That overlay is Serve's `user_config`, the same for routers and
+replicas, so that one that starts later gets it too. Everyone makes the configuration in force from both by
+`lay_over`, and a number that equal live values share tells at a glance whether all are of one mind.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import zlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from cluster.config import ClusterConfig, load
+from replica.config import EngineConfig, SchedulerConfig
+from replica.errors import ConfigError
+from router.live_settings import DispatcherConfig, LiveSettings
+
+#: all of the scheduler, and of the router what its dispatcher decides by
+LIVE = frozenset(
+    {f"scheduler.{name}" for name in SchedulerConfig.model_fields}
+    | {
+        "router.policy",
+        "router.max_queued_requests_per_replica",
+        "router.admission_wait_ms",
+        "router.max_held_requests",
+    }
+)
+
+Overlay = Mapping[str, Any]
+
+
+def lay_over(start: Mapping[str, Any], overlay: Overlay) -> ClusterConfig:
+    """The configuration in force. `start`: as `ClusterConfig.model_dump` gives it. Raises ConfigError for an unknown
+    key, one that is not live, and for a whole that cannot work.
+    """
+    values = dict(_flat(overlay))
+    check_keys(values)
+    return load(start, values)
+
+
+def check_keys(keys: Mapping[str, Any]) -> None:
+    """Raises ConfigError, one sentence each, for dotted keys that are unknown or not live."""
+    known = all_keys()
+    sentences = []
+    for key in keys:
+        if key not in known:
+            sentences.append(f"{key}: unknown key; {_nearest(key, known)}")
+        elif key not in LIVE:
+            sentences.append(f"{key}: needs a restart: give it to the next `shoal serve`, with --set or in its file")
+    if sentences:
+        raise ConfigError("\n".join(sentences))
+
+
+def changed(config: ClusterConfig, values: Mapping[str, Any]) -> ClusterConfig:
+    """`config` with other values of dotted live keys; "auto" is None where None is allowed. Raises ConfigError."""
+    check_keys(values)
+    meant = {key: None if value == "auto" and may_be_auto(key) else value for key, value in values.items()}
+    return load(config.model_dump(), meant)
+
+
+def overlay_of(start: ClusterConfig, wanted: ClusterConfig) -> dict[str, Any]:
+    """What has to lie over `start` so that it becomes `wanted`; the two differ in live keys only. JSON."""
+    before, after = dict(flat_values(start)), dict(flat_values(wanted))
+    overlay: dict[str, Any] = {}
+    for key in sorted(LIVE):
+        if before[key] != after[key]:
+            section, _, name = key.partition(".")
+            overlay.setdefault(section, {})[name] = after[key]
+    return overlay
+
+
+def number_of(config: ClusterConfig) -> int:
+    """Equal for equal live values: 32 bits, so that a metric can carry it."""
+    values = {key: value for key, value in flat_values(config) if key in LIVE}
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def engine_settings(start: Mapping[str, Any], overlay: Overlay) -> tuple[EngineConfig, int]:
+    """What a replica needs of the configuration in force, `auto` values open; and its number. Raises ConfigError."""
+    config = lay_over(start, overlay)
+    return config.engine_config(), number_of(config)
+
+
+def router_settings(start: Mapping[str, Any], overlay: Overlay) -> LiveSettings:
+    """What a router needs of it. Raises ConfigError."""
+    config = lay_over(start, overlay)
+    scheduler = config.scheduler
+    return LiveSettings(
+        dispatcher=DispatcherConfig(
+            admission_wait_s=config.router.admission_wait_ms / 1000,
+            max_held_requests=config.router.max_held_requests,
+            priority_ageing_s=scheduler.priority_ageing_s if scheduler.policy == "priority" else None,
+        ),
+        placement=config.router.policy,
+        order_policy=scheduler.policy,
+        number=number_of(config),
+    )
+
+
+def flat_values(config: BaseModel) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value, as JSON has them, in the order of the configuration."""
+    yield from _flat(config.model_dump(mode="json"))
+
+
+def all_keys() -> list[str]:
+    """Dotted keys of `ClusterConfig`."""
+    return [key for key, _ in flat_values(ClusterConfig())]
+
+
+def may_be_auto(key: str) -> bool:
+    """None is a value of `key`, and stands for what the hardware or the model decides."""
+    return dict(flat_values(ClusterConfig()))[key] is None
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    """Sections are easily forgotten, so last parts are compared as well; and so are ends of long names."""
+    by_last = {name.rpartition(".")[2]: name for name in known}
+    close = [name for name in known if name.startswith(f"{key}_")]
+    close += difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+    close += [by_last[name] for name in difflib.get_close_matches(key.rpartition(".")[2], by_last, n=1)]
+    return f"did you mean {close[0]!r}?" if close else "`shoal get` shows all of them"

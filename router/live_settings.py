@@ -1,0 +1,32 @@
+"""PURE. What a router decides by, and what of it may change while it runs."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DispatcherConfig(msgspec.Struct, frozen=True):
+    """Limits of holding and retrying."""
+
+    admission_wait_s: float = 0.1
+    max_held_requests: int = 1024
+    #: how long a request that lost its replica may wait for another: a replacement takes 1.2 to 1.7 s plus loading
+    resume_wait_s: float = 20.0
+    #: replicas in a row that may die or fail under one request, without a token in between, before it fails
+    max_losses: int = 3
+    #: a replica that has said nothing for so long is given up, though its stream still stands (SIGSTOP, cut network)
+    give_up_silent_s: float = 10.0
+    #: under the policy `priority`: its `priority_ageing_s`; None: priorities are not looked at
+    priority_ageing_s: float | None = None
+
+
+class LiveSettings(msgspec.Struct, frozen=True):
+    """Applied as a whole."""
+
+    dispatcher: DispatcherConfig
+    #: a name of `router.placement.POLICIES`
+    placement: str
+    #: the replicas' `scheduler.policy`: whether a request may have a priority
+    order_policy: str
+    #: names the configuration: equal numbers, equal live values
+    number: int

@@ -1,0 +1,104 @@
+"""`shoal set` on a cluster that streams: nobody notices but by the rules, and who is replaced has the new ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tests.cluster.shoal_process import ROOT, ShoalProcess, wait_until
+from tests.cluster.test_serve import body, expected, tokens_of
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+async def command(shoal: ShoalProcess, *arguments: str) -> tuple[int, str]:
+    """`shoal ...` as a user types it beside the running cluster. Exit code, and all it said."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "cluster.cli", *arguments, "--port", str(shoal.port),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    said, _ = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, said.decode()
+
+
+def replicas(shoal: ShoalProcess) -> dict[str, str]:
+    """Id -> configuration, of those that are up."""
+    return {r["replica_id"]: r["config"] for r in shoal.status()["replicas"] if r["state"] == "up"}
+
+
+def test_knobs_change_under_running_streams_and_outlive_a_replica() -> None:
+    with ShoalProcess("--replicas", "2", "--set", "scheduler.max_num_seqs=8") as shoal:
+        before, pids = replicas(shoal), (shoal.pids("Replica"), shoal.pids("Router"))
+        assert len(before) == 2
+
+        async def run() -> None:
+            async with httpx.AsyncClient(base_url=shoal.url, timeout=120) as client:
+                begun = asyncio.Queue[int]()
+                may_end = asyncio.Event()
+
+                async def stream(number: int) -> None:
+                    """Until 50 tokens after the changes; then the client leaves."""
+                    tokens: list[int] = []
+                    num_after = 0
+                    async with client.stream("POST", "/v1/completions", json=body(number, 5000, stream=True)) as answer:
+                        assert answer.status_code == 200
+                        async for line in answer.aiter_lines():
+                            tokens += tokens_of(line)
+                            begun.put_nowait(number)
+                            num_after += may_end.is_set()
+                            if num_after == 50:
+                                break
+                    assert num_after == 50, "it ended before the changes"
+                    assert tokens == expected(number, 5000)[: len(tokens)]
+
+                async def ask_again_and_again() -> set[int]:
+                    codes = set()
+                    while not may_end.is_set():
+                        codes.add((await client.post("/v1/completions", json=body(1, 2))).status_code)
+                        codes.add((await client.get("/health")).status_code)
+                    return codes
+
+                streams = [asyncio.create_task(stream(number)) for number in range(6)]
+                asking = asyncio.create_task(ask_again_and_again())
+                seen: set[int] = set()
+                while len(seen) < 6:
+                    seen.add(await begun.get())
+                code, said = await command(
+                    shoal, "set", "scheduler.policy=priority", "scheduler.max_num_batched_tokens=64",
+                    "router.max_queued_requests_per_replica=5", "router.policy=round-robin",
+                )  # fmt: skip
+                assert code == 0, said
+                assert "scheduler.policy: fcfs -> priority" in said
+                assert "in force at 2 replica(s) and 1 router(s)" in said
+                urgent = await client.post("/v1/completions", json=body(2, 2, priority=-1))
+                assert urgent.status_code == 200, "the router still looks at no priorities"
+                (code, said), (_, shown) = await asyncio.gather(
+                    command(shoal, "set", "scheduler.watermark=0.2", "scheduler.max_num_seqs=0"),
+                    command(shoal, "get", "scheduler.policy", "router.max_queued_requests_per_replica"),
+                )
+                assert (code, "scheduler.max_num_seqs" in said) == (2, True), said
+                assert [line.split()[1] for line in shown.splitlines()[:2]] == ["5", "priority"], shown
+                may_end.set()
+                assert await asking == {200}
+                await asyncio.gather(*streams)
+
+        asyncio.run(run())
+        after = replicas(shoal)
+        assert after.keys() == before.keys()
+        assert (shoal.pids("Replica"), shoal.pids("Router")) == pids, "somebody was replaced"
+        (number,) = {*after.values(), shoal.status()["config"]}
+        assert number not in before.values()
+        assert {r["queue_cap"] for r in shoal.status()["replicas"]} == {5}
+
+        os.kill(shoal.pids("Replica")[0], signal.SIGKILL)
+        wait_until(
+            lambda: len(replicas(shoal)) == 2 and replicas(shoal).keys() != before.keys(), 30, "Serve's replacement"
+        )
+        wait_until(lambda: set(replicas(shoal).values()) == {number}, 10, "the configuration in force at the new one")
