@@ -60,3 +60,14 @@ class ReplicaView:
     def has_room_for(self, num_sequences: int) -> bool:
         """Believed: the queue takes `num_sequences` more."""
         return self.load.num_queued + self.unanswered_sequences + num_sequences <= self.load.queue_cap
+
+    def sent(self, num_sequences: int, num_tokens: int) -> None:
+        """A request of ours is on its way there."""
+        self.num_placed += 1
+        self.unanswered_sequences += num_sequences
+        self.unanswered_tokens += num_tokens
+
+    def answered(self, num_sequences: int, num_tokens: int) -> None:
+        """It was taken or refused, or is no longer waited for."""
+        self.unanswered_sequences -= num_sequences
+        self.unanswered_tokens -= num_tokens
