@@ -194,8 +194,7 @@ class Dispatcher:
         request = self._requests.get(request_id)
         if request is None or request.replica_id is None:
             return []
-        view = self.views[request.replica_id]
-        request.tried[view.replica_id] = view.num_news
+        request.tried[request.replica_id] = self.views[request.replica_id].num_news
         return self._lose(request, now)
 
     # ---- who is there ----
@@ -348,16 +347,13 @@ class Dispatcher:
         request.state = State.SENT
         request.replica_id = view.replica_id
         request.epoch += 1
-        view.num_placed += 1
-        view.unanswered_sequences += request.num_sequences
-        view.unanswered_tokens += request.num_tokens
+        view.sent(request.num_sequences, request.num_tokens)
         return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning)
 
     def _answered(self, request: Tracked) -> None:
         view = self.views.get(request.replica_id) if request.replica_id is not None else None
         if view is not None and request.state is State.SENT:
-            view.unanswered_sequences -= request.num_sequences
-            view.unanswered_tokens -= request.num_tokens
+            view.answered(request.num_sequences, request.num_tokens)
 
     def _note_grounds(self, request: Tracked, now: float, what: str, **detail: str) -> None:
         seen = grounds(self.views.values(), request.tried, request.num_sequences, now)
@@ -384,8 +380,8 @@ class Dispatcher:
             return Refuse(request.request_id, RefusalReason.SHED, self.retry_after_s(now), why)
         if not any(view.is_placeable(now) for view in self.views.values()):
             return Refuse(request.request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")
-        why = "the queue of every replica is full"
-        return Refuse(request.request_id, RefusalReason.QUEUE_FULL, self.retry_after_s(now), why)
+        retry_after_s = self.retry_after_s(now)
+        return Refuse(request.request_id, RefusalReason.QUEUE_FULL, retry_after_s, "the queue of every replica is full")
 
     def _forget(self, request_id: RequestId, outcome: str) -> Tracked | None:
         self.journal.end(request_id, outcome)

@@ -81,3 +81,14 @@ class ReplicaView:
             "config": f"{int(load.counters.get('config_number', 0)):08x}",
             "counters": load.counters,
         }
+
+    def sent(self, num_sequences: int, num_tokens: int) -> None:
+        """A request of ours is on its way there."""
+        self.num_placed += 1
+        self.unanswered_sequences += num_sequences
+        self.unanswered_tokens += num_tokens
+
+    def answered(self, num_sequences: int, num_tokens: int) -> None:
+        """It was taken or refused, or is no longer waited for."""
+        self.unanswered_sequences -= num_sequences
+        self.unanswered_tokens -= num_tokens
