@@ -116,7 +116,8 @@ def _check_running() -> None:
         applications = serve.status().applications
     except RayServeException:
         applications = {}
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # Serve sets it as it connects
+    for name in ("ray", "ray.serve"):  # set by Ray as it connects; of a busy machine they tell more than anybody wants
+        logging.getLogger(name).setLevel(logging.ERROR)
     if APP_NAME not in applications:
         raise ShoalError(f"no application {APP_NAME!r} runs in that Ray cluster")
 
@@ -180,8 +181,9 @@ def _confirm(number: int) -> tuple[int, int]:
             answers = _ask(name)
             having = sum(answer["number"] == number for answer in answers)
             counts.append(having)
-            if having < _num_wanted(name) or having < len(answers):
-                missing.append(f"{name}: {having} of {max(_num_wanted(name), len(answers))}")
+            wanted = max(_num_wanted(name), len(answers))
+            if having < wanted:
+                missing.append(f"{name}: {having} of {wanted}")
         if not missing:
             return counts[1], counts[0]
         if time.monotonic() > end:
