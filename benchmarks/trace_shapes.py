@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -83,7 +84,7 @@ def random_shape(seed: int, longest_tokens: int, mean_tokens: float) -> Shape:
     return Shape(seed, config, num_blocks, rng.choice([0.6, 0.8, 0.9, 1.05]), changes)
 
 
-def _random_knobs(rng: random.Random) -> dict[str, object]:
+def _random_knobs(rng: random.Random) -> dict[str, Any]:
     threshold = rng.choice([0, 0, 256])
     return {
         "policy": rng.choice(["fcfs", "priority", "sjf"]),
@@ -136,7 +137,8 @@ def _speed(rows: list[TraceRequest], scale: float, load: float) -> float:
     """How much faster than recorded they come, so that the device has `load` times what it can do: all prompts but a
     quarter that the cache holds, and decode steps of 32.
     """
-    prompts, outputs = (scale * sum(getattr(r, f"num_{kind}_tokens") for r in rows) for kind in ("prompt", "output"))
+    prompts = scale * sum(row.num_prompt_tokens for row in rows)
+    outputs = scale * sum(row.num_output_tokens for row in rows)
     per_output = COST.per_token_s + COST.per_sequence_s + COST.base_s / 32
     busy_s = 0.75 * prompts * COST.per_token_s + outputs * per_output
     return load * max(row.arrival_s for row in rows) / busy_s
