@@ -98,8 +98,8 @@ class NullRunner:
 class Bench:
     """An engine core, a null runner and a stopwatch."""
 
-    def __init__(self, max_num_seqs: int, token_budget: int, num_blocks: int) -> None:
-        info = RunnerInfo(num_blocks, BLOCK_SIZE, 65536, VOCAB, (2,), "null")
+    def __init__(self, max_num_seqs: int, token_budget: int, num_blocks: int, block_size: int = BLOCK_SIZE) -> None:
+        info = RunnerInfo(num_blocks, block_size, 65536, VOCAB, (2,), "null")
         config = EngineConfig(
             scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=token_budget, watermark=0.0),
             admission=AdmissionConfig(max_queued_requests=max(64, max_num_seqs)),
@@ -159,10 +159,10 @@ def prompts(seed: int, num_tokens: int) -> Iterator[list[int]]:
         yield [rng.randrange(VOCAB) for _ in range(num_tokens)]
 
 
-def decode_cost(num_running: int, num_steps: int = 160) -> StepCost:
+def decode_cost(num_running: int, num_steps: int = 160, block_size: int = BLOCK_SIZE) -> StepCost:
     """Everybody decodes and nobody ends."""
-    blocks_each = (PROMPT_TOKENS + num_steps + 80) // BLOCK_SIZE + 2
-    bench = Bench(max(8, num_running), 8192, num_running * blocks_each + 64)
+    blocks_each = (PROMPT_TOKENS + num_steps + 80) // block_size + 2
+    bench = Bench(max(8, num_running), 8192, num_running * blocks_each + 64, block_size)
     source = prompts(1, PROMPT_TOKENS)
     for _ in range(num_running):
         bench.submit(next(source), 100_000 - PROMPT_TOKENS)
@@ -176,7 +176,7 @@ def decode_cost(num_running: int, num_steps: int = 160) -> StepCost:
     gc.unfreeze()
     bench.core.validate()
     assert len(bench.core.scheduler.running) == num_running
-    return _step_cost(parts, num_running, 0.0)
+    return _step_cost(parts, num_running, 0.0, block_size)
 
 
 def churn_cost(num_running: int, num_steps: int = 160, output_tokens: int = 200) -> StepCost:
@@ -225,9 +225,9 @@ def admit_cost(num_tokens: int = 32768, num_prompts: int = 7) -> AdmitCost:
     return AdmitCost(*(1e3 * min(column) for column in zip(*found, strict=True)))
 
 
-def _step_cost(parts: list[Parts], num_running: int, submit_s: float) -> StepCost:
-    """Of the least disturbed turn of 16 steps; each has the same work."""
-    turns = [parts[i : i + BLOCK_SIZE] for i in range(0, len(parts), BLOCK_SIZE)]
+def _step_cost(parts: list[Parts], num_running: int, submit_s: float, block_size: int = BLOCK_SIZE) -> StepCost:
+    """Of the least disturbed turn of `block_size` steps; each has the same work."""
+    turns = [parts[i : i + block_size] for i in range(0, len(parts), block_size)]
     means = [[statistics.fmean(column) for column in zip(*turn, strict=True)] for turn in turns]
     schedule, update, report, encode_s = (1e6 * mean / num_running for mean in min(means, key=sum))
     return StepCost(1e6 * submit_s / num_running, schedule, update, report, encode_s)

@@ -137,7 +137,8 @@ def _speed(rows: list[TraceRequest], scale: float, load: float) -> float:
     """How much faster than recorded they come, so that the device has `load` times what it can do: all prompts but a
     quarter that the cache holds, and decode steps of 32.
     """
-    prompts, outputs = (scale * sum(getattr(r, f"num_{kind}_tokens") for r in rows) for kind in ("prompt", "output"))
+    prompts = scale * sum(row.num_prompt_tokens for row in rows)
+    outputs = scale * sum(row.num_output_tokens for row in rows)
     per_output = COST.per_token_s + COST.per_sequence_s + COST.base_s / 32
     busy_s = 0.75 * prompts * COST.per_token_s + outputs * per_output
     speed: float = load * max(row.arrival_s for row in rows) / busy_s
