@@ -33,7 +33,7 @@ from replica.errors import NeverFitsError, RefusedError, ShoalError
 from router.answer import Answer
 from router.app_settings import AppSettings
 from router.backend import Backend, GenerationStream
-from router.deadline import deadline_of, header_deadline_ms
+from router.deadline import deadline_of, header_deadline_ms, late_body
 from router.edge import Edge
 from router.generation import NothingToGenerate, first_events, streamed_answer, whole_answer
 from router.http_errors import HttpError, error_object, error_response, rule_of
@@ -76,7 +76,7 @@ class GenerateEndpoint:
         arrival_s, arrived_s = self._edge.clock(), time.time()
         try:
             header_ms = header_deadline_ms(scope["headers"])
-            body = await self._edge.read(scope, receive)
+            body = await self._read(scope, receive, header_ms)
         except ClientGoneError:
             return
         except Exception as error:
@@ -86,6 +86,14 @@ class GenerateEndpoint:
             await until_disconnect(receive, self._serve(body, send, arrival_s, (arrived_s, header_ms)))
         finally:
             body.release()
+
+    async def _read(self, scope: Scope, receive: Receive, header_ms: float | None) -> Body:
+        """A body that comes slowly does not carry a request over the deadline of its header."""
+        try:
+            async with asyncio.timeout(None if header_ms is None else header_ms / 1000):
+                return await self._edge.read(scope, receive)
+        except TimeoutError:  # the limit on bodies as such raises 408
+            raise late_body() from None
 
     async def _serve(self, body: Body, send: Send, arrival_s: float, asked: _Asked) -> None:
         try:

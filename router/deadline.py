@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 from replica.errors import DeadlineExceededError, InvalidRequestError
+from router.http_errors import RULES, HttpError
 from router.openai_api import MAX_DEADLINE_MS, ChatOrCompletion
 from router.sentences import short
 
 HEADER = "X-Request-Deadline-Ms"
 _HEADER = HEADER.lower().encode()
+#: `float` alone would also take "1_000", "1e3" and spaces around it
+_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?", re.ASCII)
 
 
 def header_deadline_ms(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
@@ -18,16 +22,20 @@ def header_deadline_ms(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
     for name, value in headers:
         if name == _HEADER:
             text = value.decode("latin-1")
-            try:
-                number = float(text)
-            except ValueError:
-                number = 0.0
-            if not 0 < number <= MAX_DEADLINE_MS:  # NaN is neither
+            number = float(text) if _NUMBER.fullmatch(text) else 0.0
+            if not 0 < number <= MAX_DEADLINE_MS:
                 raise InvalidRequestError(
                     f"{HEADER} is {short(text)}; allowed: a number above 0, up to {MAX_DEADLINE_MS} (a day).", HEADER
                 )
             found.append(number)
     return min(found, default=None)
+
+
+def late_body() -> HttpError:
+    """The same answer for a body that has not come in time, of which the rest is not waited for."""
+    rule = RULES[DeadlineExceededError]
+    message = "The deadline passed before the request was read."
+    return HttpError(rule.status, message, rule.code, {"connection": "close"}, rule.type)
 
 
 def deadline_of(request: ChatOrCompletion, header_ms: float | None, arrived_s: float, now_s: float) -> float | None:

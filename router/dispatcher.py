@@ -13,13 +13,13 @@ time.
 
 from __future__ import annotations
 
-import math
-
 from replica.messages import FINAL_REFUSALS, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import Journal, grounds
+from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.placement import Policy
+from router.refusals import Ask
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.tracked import HeldRequests, State, Tracked
 
@@ -64,7 +64,7 @@ class Dispatcher:
 
     def is_certainly_full(self, num_sequences: int, now: float, order_key: OrderKey = (0.0, 0, 0.0)) -> bool:
         """True if a fresh request would be refused at once: ask before doing work for it, such as tokenization."""
-        if len(self._held) < self._config.max_held_requests or self._displaceable(order_key) is not None:
+        if len(self._held) < self._config.max_held_requests or self._held.weaker_than(order_key) is not None:
             return False
         return not any(
             view.is_placeable(now)
@@ -74,11 +74,7 @@ class Dispatcher:
 
     def retry_after_s(self, now: float) -> float:
         """Seconds until the queues in front of a new request have drained, from their measured rates; 1 to 60."""
-        loads = [view.load for view in self.views.values() if view.is_placeable(now)]
-        rate = sum(load.drain_rate for load in loads)
-        if rate <= 0:
-            return 1.0
-        return float(min(60, max(1, math.ceil(sum(load.num_queued for load in loads) / rate))))
+        return retry_after_s(self.views.values(), now)
 
     # ---- requests ----
 
@@ -136,22 +132,25 @@ class Dispatcher:
             return []
         replica_id = request.replica_id
         assert replica_id is not None
+        view = self.views[replica_id]
         self._answered(request)
         if refusal is None:
             self.journal.note(request_id, now, "accepted", replica=replica_id)
             request.state = State.ACCEPTED
             request.stop_holding(now)
-            return []
+            view.refusals.accepted(view.load.queue_cap)
+            return self._offer(view, now)
         request.replica_id = None
         self.journal.note(request_id, now, "refused by the replica", replica=replica_id, reason=refusal, why=message)
         if refusal in FINAL_REFUSALS and not request.has_begun:
-            return self._end_with(Refuse(request_id, refusal, 0.0, message), now)
-        view = self.views[replica_id]
+            return [*self._end_with(Refuse(request_id, refusal, 0.0, message), now), *self._offer(view, now)]
         if refusal is RefusalReason.DRAINING:
             view.is_draining = True
-        request.was_shed = refusal is RefusalReason.SHED
+        request.was_shed |= refusal is RefusalReason.SHED
         request.tried[replica_id] = view.num_news
-        return self._place_or_hold(request, now)
+        view.refusals.refused(self._ask(request), refusal)
+        # those behind it waited for this answer
+        return [*self._place_or_hold(request, now), *self._offer(view, now)]
 
     def on_shed(self, request_id: RequestId, now: float) -> list[Instruction]:
         """It had not begun, and its replica gave its place to a more urgent one: perhaps another one has room."""
@@ -175,8 +174,7 @@ class Dispatcher:
         view = self.views.get(replica_id)
         if view is None:
             return []
-        view.load, view.load_at = load, now
-        view.num_news += 1
+        view.hear(load, now)
         return self._offer(view, now)
 
     def on_moved(self, request_id: RequestId, now: float) -> list[Instruction]:
@@ -260,13 +258,15 @@ class Dispatcher:
     # ---- inside ----
 
     def _place_or_hold(self, request: Tracked, now: float, wait_s: float | None = None) -> list[Instruction]:
+        if request.is_overdue(now):
+            return self._give_up(request, now)
         view = self._choose(request, now)
         if view is not None:
             return [self._send(request, view, now)]
         instructions: list[Instruction] = []
         if request not in self._held:
             if len(self._held) >= self._config.max_held_requests and not request.is_returning:
-                if (weaker := self._displaceable(request.order_key)) is None:
+                if (weaker := self._held.weaker_than(request.order_key)) is None:
                     return self._give_up(request, now)
                 weaker.was_shed = True
                 instructions = self._give_up(weaker, now)
@@ -278,13 +278,6 @@ class Dispatcher:
         if (ends_at := request.ends_at) is not None and ends_at <= now:
             instructions += self._give_up(request, now)
         return instructions
-
-    def _displaceable(self, order_key: OrderKey) -> Tracked | None:
-        """Which of the held ones would make way for a request with this key."""
-        last = self._held.last
-        if last is None or not self._held.outranks(order_key, last.priority, self._held.value(last.order_key)):
-            return None
-        return last
 
     def _may_displace(self, order_key: OrderKey, num_sequences: int, view: ReplicaView) -> bool:
         """Believed: a full queue has somebody whose place it may take. The replica decides."""
@@ -300,11 +293,23 @@ class Dispatcher:
     def _may_send(self, request: Tracked, view: ReplicaView) -> bool:
         if request.tried.get(view.replica_id) == view.num_news:
             return False
-        return (
-            request.is_returning
-            or view.has_room_for(request.num_sequences)
-            or self._may_displace(request.order_key, request.num_sequences, view)
-        )
+        if request.is_returning:
+            return True
+        if view.has_room_for(request.num_sequences):
+            would, window = not view.refusals.is_shed(self._ask(request)), view.refusals.window
+        else:
+            # one at a time: whoever is let in takes the place that the next one counts on
+            would, window = self._may_displace(request.order_key, request.num_sequences, view), 1
+            would = would and not view.refusals.is_full_for(self._ask(request))
+        return would and (window is None or view.unanswered_sequences < window or self._is_alone(request))
+
+    def _is_alone(self, request: Tracked) -> bool:
+        """Nobody else is held. Who comes then is tried at once, for there may be no time to hold it at all."""
+        return len(self._held) == (request in self._held)
+
+    def _ask(self, request: Tracked) -> Ask:
+        value = self._held.value(request.order_key)
+        return Ask(request.num_sequences, request.num_tokens, request.priority, value)
 
     def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
         """A replica has news: it takes held requests, the most urgent first, while it has room or they may push."""
@@ -312,10 +317,12 @@ class Dispatcher:
         if not self._held or not view.is_placeable(now):
             return instructions
         # under overload this runs on every message of a full replica, so it must not look at every held request then
+        last = view.load.last_queued
         for request in self._held:
-            is_pushing = self._may_displace(request.order_key, request.num_sequences, view)
-            if not (request.is_returning or is_pushing or view.has_room_for(1)):
-                break  # those behind it are less urgent
+            if not (request.is_returning or view.has_room_for(1)):
+                is_behind = last is None or self._held.value(request.order_key) >= last[1]
+                if is_behind or view.unanswered_sequences > 0:
+                    break  # and so are all that follow; the answer on its way brings them back here
             if self._may_send(request, view):
                 instructions.append(self._send(request, view, now))
         return instructions
@@ -336,7 +343,7 @@ class Dispatcher:
         """
         instructions: list[Instruction] = []
         for request in [r for r in self._requests.values() if r.replica_id == view.replica_id]:
-            if request.state is State.SENT or is_given_up:
+            if request.state is State.SENT or is_given_up or request.is_overdue(now):
                 instructions.append(SendAbort(request.request_id, view.replica_id))
                 instructions += self._lose(request, now)
         return instructions
@@ -365,23 +372,7 @@ class Dispatcher:
         return [word]
 
     def _give_up(self, request: Tracked, now: float) -> list[Instruction]:
-        return self._end_with(self._last_word(request, now), now)
-
-    def _last_word(self, request: Tracked, now: float) -> Refuse | Fail:
-        if request.num_losses >= self._config.max_losses:
-            return Fail(request.request_id, f"{request.num_losses} replicas died or failed under this request")
-        if request.has_begun:
-            return Fail(request.request_id, "the replica that generated this answer is gone, and no other has room")
-        if request.deadline_at is not None and request.deadline_at <= now and not request.is_returning:
-            why = "the deadline passed before a replica had taken the request"
-            return Refuse(request.request_id, RefusalReason.DEADLINE, 0.0, why)
-        if request.was_shed:
-            why = "a more urgent request took its place, and no other replica has room"
-            return Refuse(request.request_id, RefusalReason.SHED, self.retry_after_s(now), why)
-        if not any(view.is_placeable(now) for view in self.views.values()):
-            return Refuse(request.request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")
-        retry_after_s = self.retry_after_s(now)
-        return Refuse(request.request_id, RefusalReason.QUEUE_FULL, retry_after_s, "the queue of every replica is full")
+        return self._end_with(last_word(request, self.views.values(), self._config.max_losses, now), now)
 
     def _forget(self, request_id: RequestId, outcome: str) -> Tracked | None:
         self.journal.end(request_id, outcome)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from replica.messages import ReplicaId, ReplicaLoad
+from router.refusals import Refusals
 
 #: replicas report at least once a second; three missed reports and nothing new is placed there
 MAX_SILENCE_S = 3.0
@@ -23,6 +24,7 @@ class ReplicaView:
         "load_at",
         "num_news",
         "num_placed",
+        "refusals",
         "replica_id",
         "unanswered_sequences",
         "unanswered_tokens",
@@ -40,8 +42,15 @@ class ReplicaView:
         self.num_news = 0
         #: requests this router ever sent there; breaks ties
         self.num_placed = 0
+        self.refusals = Refusals()
         self.unanswered_sequences = 0
         self.unanswered_tokens = 0
+
+    def hear(self, load: ReplicaLoad, now: float) -> None:
+        """A message of the replica came."""
+        self.load, self.load_at = load, now
+        self.num_news += 1
+        self.refusals.look(load)
 
     @property
     def is_open(self) -> bool:

@@ -84,10 +84,15 @@ class Tracked:
             return self.held_until
         return min(self.held_until, self.deadline_at)
 
+    def is_overdue(self, now: float) -> bool:
+        """Its deadline has passed, and as far as is known it has not begun."""
+        return self.deadline_at is not None and self.deadline_at <= now and not self.is_returning
+
     def stop_holding(self, now: float) -> None:
         """A replica took it. If it is given back without having begun, it is held only for what is left of its time."""
         if self.held_until is not None and not self.is_returning:
-            self.hold_left_s = max(0.0, self.held_until - now)
+            # never more than before: after a loss it was held for a replacement, which is another allowance
+            self.hold_left_s = min(self.hold_left_s, max(0.0, self.held_until - now))
         self.held_until = None
 
 
@@ -112,14 +117,17 @@ class HeldRequests:
         position = bisect_left(self._sorted, request.held_key, key=_held_key)
         return position < len(self._sorted) and self._sorted[position] is request
 
-    @property
-    def any_returning(self) -> bool:
-        return bool(self._sorted) and self._sorted[0].is_returning
-
-    @property
-    def last(self) -> Tracked | None:
-        """The least urgent one; None: nobody is held, or everybody is returning."""
-        return self._sorted[-1] if self._sorted and not self._sorted[-1].is_returning else None
+    def weaker_than(self, order_key: OrderKey) -> Tracked | None:
+        """The last one in order that a request with this key outranks. A look at the very last is not enough: it may be
+        as urgent and only younger, where the key is that of a request which was shed and is old itself.
+        """
+        value = self.value(order_key)
+        for request in reversed(self._sorted):
+            if request.is_returning or self.value(request.order_key) <= value:
+                return None
+            if self.outranks(order_key, request.priority, self.value(request.order_key)):
+                return request
+        return None
 
     def value(self, order_key: OrderKey) -> float:
         """What the policy makes of a key: smaller goes first."""

@@ -21,6 +21,10 @@ CONFIG = DispatcherConfig(
 )
 
 
+def _queue(load: ReplicaLoad) -> tuple[object, ...]:
+    return (load.num_queued, load.num_queued_prompt_tokens, load.queue_cap, load.last_queued)
+
+
 class DispatcherMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -38,6 +42,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.priorities: dict[RequestId, int] = {}
         #: a replica says so, who has a clock of its own
         self.told_deadline = False
+        #: (replica, request) refused by a limit on tokens since that replica's queue last changed
+        self.refused_by: set[tuple[ReplicaId, RequestId]] = set()
 
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -49,6 +55,8 @@ class DispatcherMachine(RuleBasedStateMachine):
                     assert request_id not in self.accepted
                     view = self.dispatcher.views[replica_id]
                     assert view.is_placeable(self.now)
+                    if request_id not in self.returning | self.begun:
+                        assert (replica_id, request_id) not in self.refused_by, "sent again without news"
                     if not view.has_room_for(0) and request_id not in self.returning | self.begun | self.lost:
                         assert view.load.last_queued is not None, "sent to a full queue"
                         assert self.priorities[request_id] < view.load.last_queued[0]
@@ -111,7 +119,16 @@ class DispatcherMachine(RuleBasedStateMachine):
             drain_rate=float(tokens),
             last_queued=(last, 10.0 * last + self.now) if queued else None,
         )
+        before = self.dispatcher.views.get(replica_id)
+        if before is None or _queue(before.load) != _queue(load):
+            self.refused_by = {pair for pair in self.refused_by if pair[0] != replica_id}
         self.carry_out(self.dispatcher.on_load(replica_id, load, self.now))
+
+    @rule(replica_id=st.sampled_from(REPLICAS))
+    def say_it_again(self, replica_id: ReplicaId) -> None:
+        """A message without news of the queue: it must not bring on what was refused."""
+        if (view := self.dispatcher.views.get(replica_id)) is not None:
+            self.carry_out(self.dispatcher.on_load(replica_id, view.load, self.now))
 
     @rule(replica_id=st.sampled_from(REPLICAS))
     def come_up(self, replica_id: ReplicaId) -> None:
@@ -144,6 +161,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         if refusal is None:
             self.accepted[request_id] = sent[0]
         self.told_deadline = refusal is RefusalReason.DEADLINE
+        if refusal is RefusalReason.SHED:
+            self.refused_by.add((sent[0], request_id))
         self.carry_out(self.dispatcher.on_reply(request_id, sent[1], refusal, "", self.now))
         self.told_deadline = False
 

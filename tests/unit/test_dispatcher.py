@@ -57,7 +57,8 @@ def test_what_was_sent_counts_until_it_is_answered() -> None:
     view = dispatcher.views[A]
     assert view.outstanding_tokens == 40
     for number in range(4):
-        dispatcher.on_reply(rid(number), 1, None, "", 0.0)
+        dispatcher.on_load(A, ReplicaLoad(num_queued=number + 1, queue_cap=4), 0.0)
+        assert dispatcher.on_reply(rid(number), 1, None, "", 0.0) == []
     assert view.outstanding_tokens == view.unanswered_sequences == 0
 
 
@@ -289,3 +290,120 @@ def test_a_deadline_ends_a_held_request_at_once_and_no_other() -> None:
     dispatcher.progressed(rid(2))
     assert dispatcher.on_lost(A, 49.0) == []
     assert dispatcher.next_deadline() == 69.0, "what has begun is brought to its end"
+
+
+def crowded(queued: int, priority: int, tokens: int = 0) -> ReplicaLoad:
+    """Of 64 places `queued` are taken, the last by somebody of that priority."""
+    last = (priority, 60.0 * priority)
+    return ReplicaLoad(num_queued=queued, queue_cap=64, num_queued_prompt_tokens=tokens, last_queued=last)
+
+
+def test_who_was_shed_is_told_so_though_another_queue_was_full() -> None:
+    dispatcher = make(A, B, admission_wait_s=0.1)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    assert dispatcher.on_shed(rid(0), 1.0) == [Dispatch(rid(0), B, 2)]
+    dispatcher.on_load(A, FULL, 1.0)
+    dispatcher.on_load(B, FULL, 1.0)
+    assert dispatcher.on_reply(rid(0), 2, RefusalReason.QUEUE_FULL, "", 1.0) == []
+    (refused,) = dispatcher.on_time(1.1)
+    assert isinstance(refused, Refuse)
+    assert refused.reason is RefusalReason.SHED
+
+
+def test_what_was_lost_before_it_began_is_not_held_longer_for_it_later() -> None:
+    dispatcher = make(A, admission_wait_s=0.1)
+    dispatcher.submit(rid(0), 1, 1, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    assert dispatcher.on_lost(A, 0.5) == []
+    assert dispatcher.next_deadline() == 20.5, "a replacement may be coming"
+    dispatcher.add_replica(ReplicaView(A, "address", "incarnation"))
+    dispatcher.on_load(A, ROOM, 0.6)
+    assert dispatcher.on_connected(A, 0.6) == [Dispatch(rid(0), A, 2)]
+    dispatcher.on_load(A, FULL, 0.7)
+    dispatcher.on_reply(rid(0), 2, None, "", 0.7)
+    assert dispatcher.on_shed(rid(0), 0.8) == []
+    assert dispatcher.next_deadline() == 0.8 + 0.1
+
+
+def test_one_who_waited_long_does_not_keep_an_urgent_one_behind_it_from_a_full_queue() -> None:
+    dispatcher = make(A, priority_ageing_s=60.0, admission_wait_s=60.0)
+    dispatcher.on_load(A, FULL, 299.0)
+    assert dispatcher.submit(rid(0), 1, 1, 299.0, (0.0, 5, 0.0)) == []
+    dispatcher.on_load(A, FULL, 301.0)
+    assert dispatcher.submit(rid(1), 1, 1, 301.0, (0.0, 0, 301.0)) == []
+    last = ReplicaLoad(num_queued=4, queue_cap=4, last_queued=(3, 380.0))
+    assert dispatcher.on_load(A, last, 301.5) == [Dispatch(rid(1), A, 1)], "the first is ahead, but it outranks nobody"
+
+
+def test_a_shed_request_displaces_a_held_one_behind_a_younger_equal() -> None:
+    dispatcher = make(A, priority_ageing_s=60.0, max_held_requests=2)
+    dispatcher.submit(rid(0), 1, 1, 0.0, (0.0, 1, 0.0))
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    dispatcher.on_load(A, FULL, 400.0)
+    dispatcher.submit(rid(1), 1, 1, 400.0, (0.0, 5, 90.0))
+    dispatcher.submit(rid(2), 1, 1, 400.0, (0.0, 0, 400.0))
+    (shed,) = dispatcher.on_shed(rid(0), 400.0)
+    assert isinstance(shed, Refuse)
+    assert (shed.request_id, shed.reason) == (rid(1), RefusalReason.SHED)
+    assert dispatcher.num_held == 2
+
+
+def test_held_urgent_ones_go_to_a_full_queue_one_at_a_time() -> None:
+    """Two hundred wait, one place may be taken: one message, and none for who would be refused like the one before."""
+    dispatcher = make(A, priority_ageing_s=60.0, max_held_requests=200, admission_wait_s=60.0)
+    dispatcher.on_load(A, crowded(64, 0), 1.0)
+    for number in range(200):
+        assert dispatcher.submit(rid(number), 2, 1, 1.0, (0.0, 2, 1.0)) == []
+    sent = dispatcher.on_load(A, crowded(64, 5), 2.0)
+    for attempt in range(50):
+        assert len(sent) == 1, f"answer {attempt} sent more than one"
+        again = dispatcher.on_load(A, crowded(64, 5), 2.0)
+        assert again == [], "one is on its way"
+        sent = dispatcher.on_reply(sent[0].request_id, 1, RefusalReason.QUEUE_FULL, "", 2.0)
+        if not sent:
+            break
+    assert attempt == 0, "the others ask for as much"
+    assert dispatcher.on_load(A, crowded(64, 5), 2.1) == [], "the same queue is no news"
+    assert len(dispatcher.on_load(A, crowded(63, 5), 2.2)) == 1
+
+
+def test_a_limit_on_tokens_is_felt_for_and_costs_a_message_a_change() -> None:
+    """The cap has room for all, the replica's limit on queued tokens for nobody."""
+    dispatcher = make(A, max_held_requests=200, admission_wait_s=60.0)
+    dispatcher.on_load(A, FULL, 0.0)
+    for number in range(100):
+        dispatcher.submit(rid(number), 1, 10, 0.0, (0.0, 0, float(number)))
+    assert len(dispatcher.on_load(A, crowded(9, 0, 90), 1.0)) == 55, "as many as the cap has room for, once"
+    for number in range(55):
+        dispatcher.on_load(A, crowded(9, 0, 90), 1.0)
+        assert dispatcher.on_reply(rid(number), 1, RefusalReason.SHED, "", 1.0) == []
+    epochs = {rid(number): 1 for number in range(55)}
+    for change in range(8):
+        load = crowded(8 - change % 2, 0, 80 + change)
+        (sent,) = dispatcher.on_load(A, load, 2.0 + change)
+        assert isinstance(sent, Dispatch)
+        assert sent.request_id == rid(0), "the first in order, and nobody beside it"
+        epochs[sent.request_id] = sent.epoch
+        assert dispatcher.on_load(A, load, 2.0 + change) == []
+        assert dispatcher.on_reply(sent.request_id, sent.epoch, RefusalReason.SHED, "", 2.0 + change) == []
+    (sent,) = dispatcher.on_load(A, crowded(2, 0, 20), 20.0)
+    assert isinstance(sent, Dispatch)
+    assert len(dispatcher.on_reply(sent.request_id, sent.epoch, None, "", 20.0)) == 2, "let in: twice as many"
+
+
+def test_a_deadline_ends_what_a_silent_replica_has_not_begun() -> None:
+    dispatcher = make(A, B)
+    (one,) = dispatcher.submit(rid(0), 1, 1, 0.0, deadline_at=2.0)
+    (two,) = dispatcher.submit(rid(1), 1, 1, 0.0, deadline_at=2.0)
+    assert isinstance(one, Dispatch)
+    assert isinstance(two, Dispatch)
+    for sent in (one, two):
+        dispatcher.on_reply(sent.request_id, 1, None, "", 0.0)
+    dispatcher.progressed(rid(0))
+    later = MAX_SILENCE_S + 0.5
+    abort, refused = dispatcher.on_time(later)
+    assert abort == SendAbort(rid(1), two.replica_id)
+    assert isinstance(refused, Refuse)
+    assert (refused.request_id, refused.reason) == (rid(1), RefusalReason.DEADLINE)
+    assert dispatcher.num_requests == 1, "what has begun is brought to its end"

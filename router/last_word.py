@@ -1,0 +1,43 @@
+"""PURE. What a request is told that the router gives up, and when it may come again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from replica.messages import RefusalReason
+from router.instructions import Fail, Refuse
+from router.replica_view import ReplicaView
+from router.tracked import Tracked
+
+
+def retry_after_s(views: Collection[ReplicaView], now: float) -> float:
+    """Seconds until the queues in front of a new request have drained, from their measured rates; 1 to 60."""
+    loads = [view.load for view in views if view.is_placeable(now)]
+    rate = sum(load.drain_rate for load in loads)
+    if rate <= 0:
+        return 1.0
+    return float(min(60, max(1, math.ceil(sum(load.num_queued for load in loads) / rate))))
+
+
+def last_word(request: Tracked, views: Collection[ReplicaView], max_losses: int, now: float) -> Refuse | Fail:
+    """`Fail` once it has begun or was lost too often, else `Refuse` with the reason."""
+    request_id = request.request_id
+    if request.num_losses >= max_losses:
+        return Fail(request_id, f"{request.num_losses} replicas died or failed under this request")
+    if request.has_begun:
+        return Fail(request_id, "the replica that generated this answer is gone, and no other has room")
+    if request.is_overdue(now):
+        why = "the deadline passed before a replica had begun the request"
+        return Refuse(request_id, RefusalReason.DEADLINE, 0.0, why)
+    up = [view for view in views if view.is_placeable(now)]
+    if request.was_shed:
+        why = "it made way for more urgent requests, and no other replica takes it"
+    elif not up:
+        return Refuse(request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")
+    elif any(view.refusals.window is not None and view.has_room_for(request.num_sequences) for view in up):
+        why = "too many tokens of more urgent requests are queued"  # by what the others were told, it was not sent
+    else:
+        why = "the queue of every replica is full"
+        return Refuse(request_id, RefusalReason.QUEUE_FULL, retry_after_s(views, now), why)
+    return Refuse(request_id, RefusalReason.SHED, retry_after_s(views, now), why)
