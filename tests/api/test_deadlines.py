@@ -135,9 +135,9 @@ def test_a_shed_request_is_taken_by_another_replica_and_if_none_has_room_told_50
         cores = [replica.engine.core for replica in api.replicas]
         with ThreadPoolExecutor(8) as pool:
             running = []
-            for number in range(2):
+            for _ in range(2):
                 running.append(pool.submit(complete, api, prompt="runs", max_tokens=2, priority=5))
-                api.until(lambda n=number: sum(len(core.scheduler.running) for core in cores) == n + 1)
+                api.until(lambda: sum(len(core.scheduler.running) for core in cores) == len(running))
                 knows(api, 0)
             meek = []
             for number in range(2):

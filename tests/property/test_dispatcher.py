@@ -149,7 +149,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.carry_out(self.dispatcher.on_lost(replica_id, self.now))
 
     @precondition(lambda self: any(self.alive.values()))
-    @rule(data=st.data(), refusal=st.sampled_from([None, None, RefusalReason.SHED, *RefusalReason]), stale=st.booleans())
+    @rule(
+        data=st.data(), refusal=st.sampled_from([None, None, RefusalReason.SHED, *RefusalReason]), stale=st.booleans()
+    )
     def reply(self, data: st.DataObject, refusal: RefusalReason | None, stale: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(r for r, sent in self.alive.items() if sent)))
         sent = self.alive[request_id]
