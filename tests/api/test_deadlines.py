@@ -8,9 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import httpx
 import pytest
 
+from replica.messages import ReplicaId
 from router.dispatcher import DispatcherConfig
 from tests.api.calls import chat, complete, error_of
 from tests.api.harness import ApiUnderTest, fake_api
+from tests.api.wire import Wire
 
 
 @pytest.fixture
@@ -33,8 +35,14 @@ def busy() -> Iterator[ApiUnderTest]:
             assert first.result().status_code == 200
 
 
+def knows(api: ApiUnderTest, num_queued: int) -> None:
+    """Wait until the router has heard that so many are queued. A replica that is in a long step tells it late."""
+    views = api.backend.dispatcher.views.values()
+    api.until(lambda: sum(view.load.num_queued + view.unanswered_sequences for view in views) == num_queued)
+
+
 def test_a_bad_deadline_is_refused_with_its_name(fake: ApiUnderTest) -> None:
-    for value in ("soon", "0", "-3", "nan", "inf", "86400001", ""):
+    for value in ("soon", "0", "-3", "nan", "inf", "86400001", "", "1_000", "1e3", "1,5"):
         response = fake.http.post(
             "/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Deadline-Ms": value}
         )
@@ -87,6 +95,7 @@ def test_an_urgent_request_takes_a_place_in_the_queue_and_the_shed_one_is_told()
         with ThreadPoolExecutor(4) as pool:
             running = pool.submit(complete, api, prompt="runs", max_tokens=2, priority=5)
             api.until(lambda: len(core.scheduler.running) == 1)
+            knows(api, 0)
             waiting: Future[httpx.Response] = pool.submit(complete, api, prompt="waits", max_tokens=2, priority=5)
             api.until(lambda: core.scheduler.num_queued == 1)
             api.until(lambda: next(iter(api.backend.dispatcher.views.values())).load.last_queued is not None)
@@ -99,3 +108,78 @@ def test_an_urgent_request_takes_a_place_in_the_queue_and_the_shed_one_is_told()
             gate.open()
             assert urgent.result().status_code == running.result().status_code == 200
         assert api.metric("vllm:admission_rejections_total", reason="shed") == 1
+
+
+def test_a_body_that_comes_too_slowly_for_its_deadline_is_a_504(fake: ApiUnderTest) -> None:
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\nX-Request-Deadline-Ms: 40\r\n\r\n"
+    with Wire(fake.port) as wire:
+        wire.send(head.encode() + b'{"prompt":')
+        reply = wire.reply()
+    assert (reply.status, reply.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert reply.header("connection") == ["close"]
+
+
+def test_a_shed_request_is_taken_by_another_replica_and_if_none_has_room_told_503() -> None:
+    """Two replicas with one place each. An urgent request takes the first place, and whoever had it goes on elsewhere
+    while there is room; the second urgent one leaves no room for one of them.
+    """
+    with fake_api(
+        num_replicas=2,
+        is_open=False,
+        cap=1,
+        max_num_seqs=1,
+        dispatcher=DispatcherConfig(admission_wait_s=0.05, priority_ageing_s=1e6),
+        scheduler={"policy": "priority", "priority_ageing_s": 1e6, "max_preemptions": 0},
+        policy="priority",
+    ) as api:
+        cores = [replica.engine.core for replica in api.replicas]
+        with ThreadPoolExecutor(8) as pool:
+            running = []
+            for _ in range(2):
+                running.append(pool.submit(complete, api, prompt="runs", max_tokens=2, priority=5))
+                api.until(lambda: sum(len(core.scheduler.running) for core in cores) == len(running))
+                knows(api, 0)
+            meek = []
+            for number in range(2):
+                meek.append(pool.submit(complete, api, prompt="waits", max_tokens=2, priority=5))
+                knows(api, number + 1)
+            urgent = pool.submit(complete, api, prompt="urgent", max_tokens=2, priority=0)
+            api.until(lambda: any(one.done() for one in meek))
+            (shed,) = [one for one in meek if one.done()]
+            error_of(shed.result(), 503, None, "shed")
+            assert int(shed.result().headers["retry-after"]) >= 1
+            for replica in api.replicas:
+                replica.runner.open()
+            left = [one for one in meek if one is not shed]
+            assert {one.result().status_code for one in [*running, *left, urgent]} == {200}
+
+
+def test_a_shed_request_goes_on_at_the_replica_that_has_room() -> None:
+    """The urgent request knows only of the full replica: the other one comes up when it has been let in."""
+    with fake_api(
+        num_replicas=2,
+        is_open=False,
+        cap=1,
+        max_num_seqs=1,
+        dispatcher=DispatcherConfig(admission_wait_s=60.0, priority_ageing_s=1e6),
+        scheduler={"policy": "priority", "priority_ageing_s": 1e6, "max_preemptions": 0},
+        policy="priority",
+    ) as api:
+        one, other = api.replicas
+        view = api.backend.dispatcher.views[ReplicaId(other.name)]
+        api.peek(lambda: setattr(view, "is_draining", True))
+        with ThreadPoolExecutor(4) as pool:
+            running = pool.submit(complete, api, prompt="runs", max_tokens=2, priority=5)
+            api.until(lambda: len(one.engine.core.scheduler.running) == 1)
+            knows(api, 0)
+            meek = pool.submit(complete, api, prompt="waits", max_tokens=2, priority=5)
+            knows(api, 1)
+            urgent = pool.submit(complete, api, prompt="urgent", max_tokens=2, priority=0)
+            api.until(lambda: api.backend.dispatcher.num_held == 1)
+            assert not meek.done(), "it is held, with nothing said to the client"
+            api.peek(lambda: setattr(view, "is_draining", False))
+            other.runner.open()
+            assert meek.result().status_code == 200
+            assert not running.done()
+            one.runner.open()
+            assert running.result().status_code == urgent.result().status_code == 200

@@ -149,7 +149,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.carry_out(self.dispatcher.on_lost(replica_id, self.now))
 
     @precondition(lambda self: any(self.alive.values()))
-    @rule(data=st.data(), refusal=st.sampled_from([None, None, *RefusalReason]), stale=st.booleans())
+    @rule(
+        data=st.data(), refusal=st.sampled_from([None, None, RefusalReason.SHED, *RefusalReason]), stale=st.booleans()
+    )
     def reply(self, data: st.DataObject, refusal: RefusalReason | None, stale: bool) -> None:
         request_id = data.draw(st.sampled_from(sorted(r for r, sent in self.alive.items() if sent)))
         sent = self.alive[request_id]
@@ -165,6 +167,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.refused_by.add((sent[0], request_id))
         self.carry_out(self.dispatcher.on_reply(request_id, sent[1], refusal, "", self.now))
         self.told_deadline = False
+        if refusal is RefusalReason.SHED:
+            self.say_it_again(sent[0])
 
     @precondition(lambda self: self.accepted)
     @rule(data=st.data(), what=st.sampled_from(["token", "finish", "moved", "failed", "shed"]))
