@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 DType = Literal["auto", "bfloat16", "float32"]
 
@@ -17,6 +17,14 @@ class FrozenModel(BaseModel):
     """Base of every configuration class."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_switch_is_no_number(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would take true for 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("true and false are no values of it")
+        return value
 
 
 class ModelConfig(FrozenModel):

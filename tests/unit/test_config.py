@@ -154,3 +154,9 @@ def test_status_of_nothing_is_an_error_that_names_the_place(capsys: pytest.Captu
 
 def test_overrides_come_only_from_what_was_given() -> None:
     assert config_overrides(_parser().parse_args(["serve"])) == {}
+
+
+@pytest.mark.parametrize("key", ["scheduler.max_num_seqs", "scheduler.watermark", "router.admission_wait_ms"])
+def test_true_is_no_number(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}: true and false are no values of it"):
+        load(None, {key: True})
