@@ -78,10 +78,6 @@ class NullRunner:
     def __init__(self) -> None:
         self._lengths: dict[int, int] = {}
 
-    @property
-    def num_known(self) -> int:
-        return len(self._lengths)
-
     def execute(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.dropped:
             self._lengths.pop(seq_id, None)

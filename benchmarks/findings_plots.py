@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,13 +88,7 @@ def watermark(found: Findings) -> Figure:
         ("tokens_per_s", "output tokens/s", 1.0),
         ("ttft_p50", "TTFT p50, s", 1.0),
     )
-    figure, all_axes = pyplot.subplots(1, 4, figsize=(10, 2.6), layout="constrained")
-    for axes, (name, label, factor) in zip(all_axes, panels, strict=True):
-        _ranges(axes, {mark: rows[name] for mark, rows in found.watermark.items()}, factor)
-        axes.set_xlabel("watermark, share of blocks")
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-    return figure
+    return _panels(found.watermark, panels, "watermark, share of blocks", width=10)
 
 
 def order(found: Findings) -> Figure:
@@ -119,10 +114,17 @@ def blocks(found: Findings) -> Figure:
         ("wasted_share", "slots behind the last token, %", 100.0),
         ("tokens_per_s", "output tokens/s", 1.0),
     )
-    figure, all_axes = pyplot.subplots(1, 3, figsize=(8.5, 2.6), layout="constrained")
+    return _panels(found.blocks, panels, "block size, tokens", width=8.5)
+
+
+def _panels(
+    rows: Mapping[str, Mapping[str, Range]], panels: Sequence[tuple[str, str, float]], xlabel: str, width: float
+) -> Figure:
+    """One panel a figure of `rows`, side by side: its name there, its label and the factor to the label's unit."""
+    figure, all_axes = pyplot.subplots(1, len(panels), figsize=(width, 2.6), layout="constrained")
     for axes, (name, label, factor) in zip(all_axes, panels, strict=True):
-        _ranges(axes, {size: rows[name] for size, rows in found.blocks.items()}, factor)
-        axes.set_xlabel("block size, tokens")
+        _ranges(axes, {setting: figures[name] for setting, figures in rows.items()}, factor)
+        axes.set_xlabel(xlabel)
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
     return figure

@@ -95,7 +95,7 @@ def router_settings(start: Mapping[str, Any], overlay: Overlay) -> LiveSettings:
         dispatcher=DispatcherConfig(
             admission_wait_s=config.router.admission_wait_ms / 1000,
             max_held_requests=config.router.max_held_requests,
-            priority_ageing_s=scheduler.priority_ageing_s if scheduler.policy == "priority" else None,
+            priority_ageing_s=scheduler.class_ageing_s,
         ),
         placement=config.router.policy,
         order_policy=scheduler.policy,

@@ -115,6 +115,11 @@ class SchedulerConfig(FrozenModel):
         0.01, ge=0, lt=1, description="Share of blocks kept free when a sequence is admitted beside others."
     )
 
+    @property
+    def class_ageing_s(self) -> float | None:
+        """`priority_ageing_s` where priorities count, else None: what a router sorts the requests it holds by."""
+        return self.priority_ageing_s if self.policy == "priority" else None
+
     @model_validator(mode="after")
     def _can_work(self) -> SchedulerConfig:
         if self.max_long_partial_prefills and not self.long_prefill_token_threshold:

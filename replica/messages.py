@@ -21,6 +21,7 @@ from replica.stages import SequenceAccount as SequenceAccount
 from replica.stages import SequenceState as SequenceState
 from replica.stages import Stages as Stages
 from replica.stages import WaitCause as WaitCause
+from replica.stages import WireRecord
 
 #: the data plane's one gRPC method, and the longest message on it: a 100,000-token prompt is about 0.5 MB
 METHOD = "/shoal.Replica/Connect"
@@ -123,11 +124,7 @@ class Role(enum.StrEnum):
     DECODE = "decode"
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Base of plain records: positional on the wire, so new fields go at the end with a default."""
-
-
-class SamplingParams(_Message, frozen=True):
+class SamplingParams(WireRecord, frozen=True):
     """How to choose the tokens of one sequence. Already validated and resolved by the router."""
 
     max_tokens: int
@@ -178,7 +175,7 @@ class SamplingParams(_Message, frozen=True):
         )
 
 
-class SequenceInput(_Message, frozen=True):
+class SequenceInput(WireRecord, frozen=True):
     """One token stream of a request. `output_token_ids` is not empty when a stream is resumed."""
 
     index: int
@@ -187,7 +184,7 @@ class SequenceInput(_Message, frozen=True):
     output_token_ids: list[int] = []
 
 
-class GenerateRequest(_Message, frozen=True):
+class GenerateRequest(WireRecord, frozen=True):
     """What a router asks of a replica: accepted as a whole (all sequences) or refused as a whole."""
 
     request_id: RequestId
@@ -204,7 +201,7 @@ class GenerateRequest(_Message, frozen=True):
         return sum(len(sequence.prompt_token_ids) for sequence in self.sequences)
 
 
-class ReplicaLoad(_Message, frozen=True):
+class ReplicaLoad(WireRecord, frozen=True):
     """What a replica tells about itself with each message. Counts are sequences, tokens or blocks.
 
     `counters` only grow during an incarnation; their names are in `docs/metrics.md`.
@@ -240,7 +237,7 @@ class ReplicaLoad(_Message, frozen=True):
     last_queued: tuple[int, float] | None = None
 
 
-class TokenLogprobs(_Message, frozen=True):
+class TokenLogprobs(WireRecord, frozen=True):
     """How likely the token at one position was, and what else was likely, by the model's own distribution: before
     temperature, penalties, bias and masks.
     """
@@ -253,7 +250,7 @@ class TokenLogprobs(_Message, frozen=True):
     top_logprobs: list[float] = []
 
 
-class SequenceOutput(_Message, frozen=True):
+class SequenceOutput(WireRecord, frozen=True):
     """New tokens of one sequence in one step; the last one carries `finish_reason`."""
 
     request_id: RequestId
@@ -276,7 +273,7 @@ class SequenceOutput(_Message, frozen=True):
     seq_id: int | None = None
 
 
-class KVEvent(_Message, frozen=True):
+class KVEvent(WireRecord, frozen=True):
     """A change of the set of cached block hashes. `stored` and `removed` hold block hashes; `cleared` empties first."""
 
     stored: list[bytes] = []

@@ -17,8 +17,8 @@ import msgspec
 STAGES = ("queued", "blocks", "prefill", "decode", "finish")
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Positional on the wire, so new fields go at the end with a default."""
+class WireRecord(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of plain records: positional on the wire, so new fields go at the end with a default."""
 
 
 class WaitCause(enum.StrEnum):
@@ -41,14 +41,14 @@ class PreemptionCause(enum.StrEnum):
     DISPLACED = "displaced"
 
 
-class Chunk(_Record, frozen=True):
+class Chunk(WireRecord, frozen=True):
     """A piece of a prompt."""
 
     step: int
     num_tokens: int
 
 
-class Preempted(_Record, frozen=True):
+class Preempted(WireRecord, frozen=True):
     """One preemption. `at` is in seconds since the epoch."""
 
     at: float
@@ -58,7 +58,7 @@ class Preempted(_Record, frozen=True):
     by: str = ""
 
 
-class Stages(_Record, frozen=True):
+class Stages(WireRecord, frozen=True):
     """Where the time of a sequence went on its last replica, in seconds. None: it did not get so far."""
 
     #: submitted to first scheduled: the stages `queued` and `blocks`
@@ -113,7 +113,7 @@ class SequenceState(enum.StrEnum):
     ENDED = "ended"
 
 
-class SequenceAccount(_Record, frozen=True):
+class SequenceAccount(WireRecord, frozen=True):
     """One sequence as its replica knows it, on the replica's clock. Of an unfinished one `stages` has the time so
     far.
     """

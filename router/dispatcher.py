@@ -96,7 +96,7 @@ class Dispatcher:
         )
         self.journal.open(request_id, now)
         self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
-        if deadline_at is not None and deadline_at <= now:
+        if request.is_overdue(now):
             return self._give_up(request, now)
         caps = [view.load.queue_cap for view in self.views.values() if view.is_placeable(now)]
         if caps and num_sequences > max(caps):

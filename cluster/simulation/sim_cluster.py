@@ -41,14 +41,13 @@ class SimCluster:
         self.events = EventQueue()
         self.replicas: dict[ReplicaId, SimReplica] = {}
         self.routers: dict[RouterId, SimRouter] = {}
-        scheduler = config.engine.scheduler
         for number in range(config.num_routers):
             router_id = RouterId(f"router-{number}")
             dispatcher = Dispatcher(
                 DispatcherConfig(
                     admission_wait_s=config.admission_wait_s,
                     max_held_requests=config.max_held_requests,
-                    priority_ageing_s=scheduler.priority_ageing_s if scheduler.policy == "priority" else None,
+                    priority_ageing_s=config.engine.scheduler.class_ageing_s,
                 ),
                 POLICIES[config.policy],
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 
 import httpx
 import pytest
@@ -33,6 +34,22 @@ def busy() -> Iterator[ApiUnderTest]:
             yield api
             api.replicas[0].runner.open()
             assert first.result().status_code == 200
+
+
+def one_place_each(num_replicas: int, admission_wait_s: float) -> AbstractContextManager[ApiUnderTest]:
+    """At each replica one sequence runs, in a step that does not end, and one more may wait; by priority, and nobody
+    who runs is put back.
+    """
+    ageing_s = 1e6
+    return fake_api(
+        num_replicas=num_replicas,
+        is_open=False,
+        cap=1,
+        max_num_seqs=1,
+        dispatcher=DispatcherConfig(admission_wait_s=admission_wait_s, priority_ageing_s=ageing_s),
+        scheduler={"policy": "priority", "priority_ageing_s": ageing_s, "max_preemptions": 0},
+        policy="priority",
+    )
 
 
 def knows(api: ApiUnderTest, num_queued: int) -> None:
@@ -83,14 +100,7 @@ def test_a_deadline_that_is_kept_changes_nothing(fake: ApiUnderTest) -> None:
 
 
 def test_an_urgent_request_takes_a_place_in_the_queue_and_the_shed_one_is_told() -> None:
-    with fake_api(
-        is_open=False,
-        cap=1,
-        max_num_seqs=1,
-        dispatcher=DispatcherConfig(admission_wait_s=0.05, priority_ageing_s=1e6),
-        scheduler={"policy": "priority", "priority_ageing_s": 1e6, "max_preemptions": 0},
-        policy="priority",
-    ) as api:
+    with one_place_each(num_replicas=1, admission_wait_s=0.05) as api:
         gate, core = api.replicas[0].runner, api.replicas[0].engine.core
         with ThreadPoolExecutor(4) as pool:
             running = pool.submit(complete, api, prompt="runs", max_tokens=2, priority=5)
@@ -123,15 +133,7 @@ def test_a_shed_request_is_taken_by_another_replica_and_if_none_has_room_told_50
     """Two replicas with one place each. An urgent request takes the first place, and whoever had it goes on elsewhere
     while there is room; the second urgent one leaves no room for one of them.
     """
-    with fake_api(
-        num_replicas=2,
-        is_open=False,
-        cap=1,
-        max_num_seqs=1,
-        dispatcher=DispatcherConfig(admission_wait_s=0.05, priority_ageing_s=1e6),
-        scheduler={"policy": "priority", "priority_ageing_s": 1e6, "max_preemptions": 0},
-        policy="priority",
-    ) as api:
+    with one_place_each(num_replicas=2, admission_wait_s=0.05) as api:
         cores = [replica.engine.core for replica in api.replicas]
         with ThreadPoolExecutor(8) as pool:
             running = []
@@ -156,15 +158,7 @@ def test_a_shed_request_is_taken_by_another_replica_and_if_none_has_room_told_50
 
 def test_a_shed_request_goes_on_at_the_replica_that_has_room() -> None:
     """The urgent request knows only of the full replica: the other one comes up when it has been let in."""
-    with fake_api(
-        num_replicas=2,
-        is_open=False,
-        cap=1,
-        max_num_seqs=1,
-        dispatcher=DispatcherConfig(admission_wait_s=60.0, priority_ageing_s=1e6),
-        scheduler={"policy": "priority", "priority_ageing_s": 1e6, "max_preemptions": 0},
-        policy="priority",
-    ) as api:
+    with one_place_each(num_replicas=2, admission_wait_s=60.0) as api:
         one, other = api.replicas
         view = api.backend.dispatcher.views[ReplicaId(other.name)]
         api.peek(lambda: setattr(view, "is_draining", True))
