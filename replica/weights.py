@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from replica.checkpoint import Checkpoint
 from replica.errors import ModelLoadError
 from replica.models.decoder import DecoderConfig
 
@@ -28,38 +26,23 @@ class LayerWeights:
     post_norm: torch.Tensor
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(str(path), framework="pt")
-    except Exception as error:  # safetensors raises its own type for a bad header
-        raise ModelLoadError(f"{path} is cut short or no safetensors file: {error}") from error
-
-
 class WeightReader:
-    """Named tensors over all .safetensors files of a folder; each is read when asked for."""
+    """Named tensors of a folder, checked against its configuration; each is read when asked for."""
 
     def __init__(self, folder: Path, config: DecoderConfig, dtype: torch.dtype, headers_only: bool = False) -> None:
         """`headers_only`: check names and shapes, and give tensors without data (device meta)."""
         self.config = config
         self._dtype = dtype
-        self._paths = sorted(folder.glob("*.safetensors"))
-        if not self._paths:
-            raise ModelLoadError(f"{folder} holds no .safetensors file")
+        self._checkpoint = Checkpoint(folder)
         self._headers_only = headers_only
-        files = [_open(path) for path in self._paths]
-        self._where = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a dict)
 
     def _read(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> torch.Tensor:
-        file = self._where.get(name)
-        if file is None:
-            raise ModelLoadError(f"tensor {name} is missing from {self._paths[0].parent}")
-        found = tuple(file.get_slice(name).get_shape())
+        found = self._checkpoint.shape(name)
         if found != shape:
             raise ModelLoadError(f"tensor {name} has shape {found}, config.json asks for {shape}")
         if self._headers_only:
             return torch.empty(shape, dtype=dtype or self._dtype, device="meta")
-        tensor: torch.Tensor = file.get_tensor(name)
-        return tensor.to(dtype or self._dtype)
+        return self._checkpoint.read(name).to(dtype or self._dtype)
 
     def embedding(self) -> torch.Tensor:
         """[vocab, hidden]"""
@@ -95,17 +78,5 @@ class WeightReader:
             )
 
     def digest(self) -> str:
-        """Hex digest of the weight files: sizes and 256 evenly spaced 64 KiB samples of each.
-
-        A full hash of a large model would cost more than loading it; any training step changes every sample.
-        """
-        sample, count = 1 << 16, 256
-        digest = hashlib.sha256()
-        for path in self._paths:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\0".encode())
-            with path.open("rb") as file:
-                for i in range(count):
-                    file.seek(max(0, size - sample) * i // (count - 1))
-                    digest.update(file.read(sample))
-        return digest.hexdigest()
+        """See `Checkpoint.digest`."""
+        return self._checkpoint.digest()
