@@ -87,7 +87,7 @@ class ClusterConfig(FrozenModel):
     drain_s: float = Field(
         30, ge=0, le=3600, description="How long a stopping replica lets requests end before it moves them."
     )
-    longest_stream_s: float = Field(600, gt=0, description="How long a stopping router lets streams end.")
+    longest_stream_s: float = Field(600, gt=0, le=604_800, description="How long a stopping router lets streams end.")
     router: RouterConfig = RouterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_cache: CacheConfig = CacheConfig()

@@ -11,19 +11,24 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 DType = Literal["auto", "bfloat16", "float32"]
+#: of any knob: sizes of arrays and numbers in messages follow from them
+MAX_INTEGER = (1 << 31) - 1
 
 
 class FrozenModel(BaseModel):
     """Base of every configuration class."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # no NaN and no infinity anywhere: 0 * inf is NaN, and a queue sorted by NaN loses who stands in it
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _a_switch_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic would take true for 1."""
+    def _is_a_number_that_can_work(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would take true for 1, and integers that no array and no message holds."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise ValueError("true and false are no values of it")
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"Input should be at most {MAX_INTEGER}")
         return value
 
 

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 
-from replica.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    NeverFitsError,
-    NoReplicaError,
-    QueueFullError,
-    ReplicaLostError,
-    ShedError,
-    ShoalError,
-    TooManySequencesError,
-)
+from replica.errors import QueueFullError, ReplicaLostError, ShoalError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -24,7 +15,6 @@ from replica.messages import (
     Explained,
     FinishReason,
     GenerateRequest,
-    RefusalReason,
     ReplicaId,
     RequestId,
     ResetDone,
@@ -41,11 +31,14 @@ from router.dispatcher import Dispatcher
 from router.engine_metrics import render_metrics
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.live_stream import LiveStream
+from router.outcomes import final_error, refusal_error
 from router.questions import Answers, Questions
 from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
 from router.sequence_names import SequenceNames
 from router.why import explain, living
+
+logger = logging.getLogger(__name__)
 
 
 class LiveBackend:
@@ -241,7 +234,10 @@ class LiveBackend:
         for request_id, outputs in by_request.items():
             stream = self._streams.get(request_id)
             if stream is not None and self.dispatcher.is_working_on(request_id, replica_id):
-                self._deliver(stream, replica_id, outputs, now)
+                try:
+                    self._deliver(stream, replica_id, outputs, now)
+                except Exception as error:
+                    self._end_broken(request_id, error)
         self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
         if not view.is_connected:
             self._carry_out(self.dispatcher.on_connected(replica_id, now))
@@ -252,7 +248,7 @@ class LiveBackend:
         outputs = [output for output in outputs if stream.wants(output.index)]
         ends = {output.finish_reason for output in outputs}
         for output in outputs:
-            if (error := _final_error(output)) is not None:  # it would be the same on any other replica
+            if (error := final_error(output)) is not None:  # it would be the same on any other replica
                 self._carry_out(self.dispatcher.abort(request_id))
                 self._end(request_id, error)
                 return
@@ -317,18 +313,33 @@ class LiveBackend:
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
-            match instruction:
-                case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
-                    request = self._streams[request_id].to_submit(instruction.is_returning)
-                    self._clients[replica_id].send(Submit(request, epoch))
-                case SendAbort(request_id=request_id, replica_id=replica_id):
-                    if replica_id in self._clients:
-                        self._clients[replica_id].send(Abort(request_id))
-                case Refuse(request_id=request_id):
-                    self._end(request_id, _refusal(instruction))
-                case Fail(request_id=request_id, message=message):
-                    self._end(request_id, ReplicaLostError(message))
+            try:
+                self._carry_out_one(instruction)
+            except Exception as error:
+                self._end_broken(instruction.request_id, error)
         self._set_timer()
+
+    def _carry_out_one(self, instruction: Instruction) -> None:
+        match instruction:
+            case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
+                request = self._streams[request_id].to_submit(instruction.is_returning)
+                self._clients[replica_id].send(Submit(request, epoch))
+            case SendAbort(request_id=request_id, replica_id=replica_id):
+                if replica_id in self._clients:
+                    self._clients[replica_id].send(Abort(request_id))
+            case Refuse(request_id=request_id):
+                self._end(request_id, refusal_error(instruction))
+            case Fail(request_id=request_id, message=message):
+                self._end(request_id, ReplicaLostError(message))
+
+    def _end_broken(self, request_id: RequestId, error: Exception) -> None:
+        """A mistake of ours with one request ends this one. Raised any further it would cut the link to a replica, and
+        all that run there would count it as a loss.
+        """
+        logger.error("request %s could not be carried on; it ends", request_id, exc_info=error)
+        for instruction in self.dispatcher.abort(request_id):
+            self._carry_out_one(instruction)
+        self._end(request_id, ShoalError("the router could not carry on with this request; its log says why"))
 
     def _end(self, request_id: RequestId, error: ShoalError) -> None:
         stream = self._forget(request_id)
@@ -351,30 +362,3 @@ class LiveBackend:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._on_time()
-
-
-def _final_error(output: SequenceOutput) -> ShoalError | None:
-    match output.finish_reason:
-        case FinishReason.INVALID:
-            return InvalidRequestError(output.message)
-        case FinishReason.DEADLINE:
-            return DeadlineExceededError(output.message)
-    return None
-
-
-def _refusal(instruction: Refuse) -> ShoalError:
-    match instruction.reason:
-        case RefusalReason.NEVER_FITS:
-            return NeverFitsError(instruction.message, None)
-        case RefusalReason.TOO_MANY_SEQUENCES:
-            return TooManySequencesError(instruction.message, "n")
-        case RefusalReason.INVALID:
-            return InvalidRequestError(instruction.message)
-        case RefusalReason.DEADLINE:
-            return DeadlineExceededError(instruction.message)
-        case RefusalReason.SHED:
-            return ShedError(instruction.message, instruction.retry_after_s)
-        case RefusalReason.NO_REPLICA:
-            return NoReplicaError(instruction.message, instruction.retry_after_s)
-        case _:
-            return QueueFullError(instruction.message, instruction.retry_after_s)

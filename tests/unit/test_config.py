@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -33,6 +36,26 @@ LAPTOP = Hardware(num_cores=2, memory_bytes=24 << 30, has_bfloat16=True)
 def test_a_mistake_is_named_with_its_field_and_value(data: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load(data)
+
+
+def _numbers(model: type[FrozenModel], path: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, FrozenModel):
+            yield from _numbers(field.annotation, f"{path}{name}.")
+        elif {int, float} & {field.annotation, *get_args(field.annotation)}:
+            yield path + name
+
+
+@pytest.mark.parametrize("key", list(_numbers(ClusterConfig)))
+def test_no_number_is_infinite_or_none_at_all_or_beyond_what_arrays_hold(key: str) -> None:
+    """`scheduler.priority_ageing_s=inf` made 0 * inf = NaN of an order key: a queue lost who stood in it, and each
+    message about it cut the link to a replica.
+    """
+    for value in (math.inf, -math.inf, math.nan):
+        with pytest.raises(ConfigError, match=rf"^{key}: Input should be a finite number \(got -?(inf|nan)\)$"):
+            load({}, {key: value})
+    with pytest.raises(ConfigError, match=f"^{key}: Input should be .*(less than or equal to|at most|less than) "):
+        load({}, {key: 1 << 70})
 
 
 def test_several_mistakes_are_told_at_once() -> None:
