@@ -1,4 +1,4 @@
-"""ASYNC. Has a process of Ray Serve write our log lines where it writes its own: into the folder that `shoal serve` names.
+"""ASYNC. Has a process of Ray Serve write our log lines where Serve writes its own: where `shoal serve` says they are.
 
 Serve gives handlers to its own logger alone. Whatever other loggers say goes to the stderr of the process, bare and
 without a time, and what is below a warning nowhere. Called in routers and replicas, which know nothing of this.

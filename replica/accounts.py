@@ -77,18 +77,27 @@ def oldest(living: Iterable[Sequence], limit: int) -> list[Sequence]:
 class Queue:
     """Who waits for a turn at this moment, in the order in which they are looked at."""
 
-    def __init__(self, in_turn: Iterable[Sequence] = ()) -> None:
+    def __init__(self, in_turn: Iterable[Sequence] = (), looked_at: float | None = None) -> None:
+        """`looked_at`: when a step was planned last."""
+        self._looked_at = looked_at
         self._position: dict[int, int] = {}
         #: what the first one lacks; None: it has not been looked at yet, or nobody waits
         self.lacks: WaitCause | None = None
         for position, sequence in enumerate(in_turn):
             self._position[sequence.seq_id] = position
-            if position == 0 and sequence.record.lacks_since is not None:
+            if position == 0 and self.lacks_since(sequence) is not None:
                 self.lacks = sequence.record.waited_for
 
     def num_ahead(self, sequence: Sequence) -> int | None:
         """None: it does not wait for a turn."""
         return self._position.get(sequence.seq_id)
+
+    def lacks_since(self, sequence: Sequence) -> float | None:
+        """Since when it lacks what it lacked when it was looked at. What it lacked in an earlier step is past, if
+        others came before it since: it waits for those.
+        """
+        record = sequence.record
+        return record.lacks_since if record.looked_at == self._looked_at else None
 
 
 def account(sequence: Sequence, block_size: int, now: float, queue: Queue) -> SequenceAccount:
@@ -109,7 +118,7 @@ def account(sequence: Sequence, block_size: int, now: float, queue: Queue) -> Se
         num_computed_tokens=sequence.num_computed_tokens,
         num_blocks=len(sequence.block_ids),
         num_blocks_needed=-(-sequence.num_tokens // block_size),
-        lacks_since=record.lacks_since,
+        lacks_since=queue.lacks_since(sequence),
         num_ahead=num_ahead,
         priority=sequence.order_key[1],
         finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,

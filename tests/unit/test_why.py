@@ -161,6 +161,22 @@ def test_all_that_are_put_back_in_one_step_wait_since_then_for_blocks() -> None:
         assert found["since_s"] == harness.now - sequence.record.waiting_since < found["sequences"][0]["total_s"]
 
 
+def test_what_it_lacked_before_others_came_before_it_is_past() -> None:
+    """Seats were taken when it was its turn; now they are not, and who was put back lacks blocks."""
+    harness = Harness(num_blocks=9, max_num_seqs=2, caching=False)
+    for name in "ab":
+        harness.submit(name, [ord(name)] * 12, 20)
+    harness.step()
+    harness.submit("c", [1] * 8, 4)
+    harness.step()
+    assert told(harness, None, "c")["waits_for"] == "a seat in the batch"
+    while not harness.core.scheduler.counters.preemptions:
+        harness.step()
+    found = told(harness, None, "c")
+    assert found["waits_for"] == "its turn, 1 before it; the first of them lacks KV blocks"
+    assert found["since_s"] == harness.now - 1.0
+
+
 def test_a_wait_for_two_things_in_turn_tells_the_last_one_apart() -> None:
     harness = Harness(num_blocks=14, max_num_seqs=2, caching=False)
     harness.submit("long", list(range(12)), 16)
