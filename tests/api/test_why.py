@@ -135,8 +135,9 @@ def test_a_refusal_a_deadline_and_an_answer_are_found_under_the_clients_header(g
 def test_a_refusal_at_a_full_queue_is_found_under_the_header_that_was_made() -> None:
     held = DispatcherConfig(admission_wait_s=0.0)
     with fake_api(is_open=False, max_num_seqs=1, cap=1, dispatcher=held, admin_endpoints=True) as api:
+        (view,) = api.backend.dispatcher.views.values()
         clients = [Client(api)]
-        api.until(lambda: len(api.replicas[0].engine.core.scheduler.running) == 1)
+        api.until(lambda: (view.load.num_running, view.load.num_queued) == (1, 0))  # the router has heard of it
         clients.append(Client(api))
         api.until(lambda: api.replicas[0].engine.core.scheduler.num_queued == 1)
         refused = api.http.post("/v1/completions", json=BODY)
