@@ -13,6 +13,7 @@ from ray import serve
 from cluster import __version__, live_knobs, model_store
 from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.serve_env import SERVE_ENV
+from cluster.serve_logs import join_serve_logs
 from replica.deployment import replica_deployment
 from router.deployment import router_deployment
 
@@ -36,6 +37,7 @@ def build_from(config: ClusterConfig) -> serve.Application:
         drain_s=config.drain_s,
         env_vars=SERVE_ENV,
         request_router_class="router.membership:Membership",
+        set_up_logs=join_serve_logs,
     )
     return router_deployment(
         replicas,
@@ -59,6 +61,7 @@ def build_from(config: ClusterConfig) -> serve.Application:
         config=config.model_dump(),
         live=live_knobs.router_settings,
         chat_template=config.chat_template,
+        set_up_logs=join_serve_logs,
     )
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -38,13 +39,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()  # here, where somebody catches that nobody reads
+        return code
     except ConfigError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has enough: `shoal why | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -59,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status, parser=status)
     why = commands.add_parser("why", help="where the time of a request went; without an id: what waits for what")
     _add_address(why)
-    why.add_argument("request_id", nargs="?", help="the id in the answer, e.g. chatcmpl-...")
+    why.add_argument("request_id", nargs="?", help="the id in the answer (chatcmpl-...), or its X-Request-Id")
     why.add_argument("--limit", type=int, default=50, help="most lines without an id, default 50")
     why.add_argument("--api-key", help="bearer key, if the cluster wants one")
     why.add_argument("--json", action="store_true", help="machine-readable")

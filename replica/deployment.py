@@ -65,7 +65,9 @@ class Replica:
         drain_s: float,
         replicas_on_node: int,
         role: str = Role.BOTH,
+        set_up_logs: Callable[[], None] = lambda: None,
     ) -> None:
+        set_up_logs()
         at_start, number = settings(config, {})
         self._resolve = partial(resolve, hardware=detect_hardware(), replicas_on_node=replicas_on_node)
         self._settings = partial(settings, config)
@@ -154,11 +156,13 @@ def replica_deployment(
     drain_s: float,
     env_vars: dict[str, str],
     request_router_class: str,
+    set_up_logs: Callable[[], None],
     role: Role = Role.BOTH,
 ) -> serve.Application:
     """The Serve application node for `num_replicas` replicas of one role.
 
-    `request_router_class` is the import path of the observer that tells routers who is there. Why these options:
+    `request_router_class` is the import path of the observer that tells routers who is there; `set_up_logs` is called
+    in each process, first of all. Why these options:
     `docs/architecture.md`, "Ray Serve settings".
     """
     from ray.serve.config import RequestRouterConfig
@@ -181,6 +185,6 @@ def replica_deployment(
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
     application: serve.Application = deployment.bind(
-        config, settings, model_source, drain_s, replicas_on_node, role.value
+        config, settings, model_source, drain_s, replicas_on_node, role.value, set_up_logs
     )
     return application

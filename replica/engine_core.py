@@ -26,7 +26,7 @@ from replica.messages import (
     SubmitReply,
 )
 from replica.progress import Progress
-from replica.request_book import RequestBook
+from replica.request_book import RequestBook, key_of
 from replica.router_output import RouterOutputs, add_columns, add_record
 from replica.scheduler import Scheduler
 from replica.sequence import Sequence
@@ -159,7 +159,8 @@ class EngineCore:
     def explain(self, question: Explain, now: float) -> Explained:
         """Of whichever router: what `question` asks for."""
         accounts = self.scheduler.explain(RequestId(question.request_id), question.limit, now)
-        return Explained(question.question_id, accounts)
+        num_requests = len({key_of(sequence) for sequence in self.scheduler.living()})
+        return Explained(question.question_id, accounts, num_requests)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what runs is not disturbed."""

@@ -302,8 +302,8 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset", gc=False):
 
 
 class Explain(msgspec.Struct, frozen=True, tag="explain", gc=False):
-    """Router to replica: tell of a request, living or lately ended; with an empty id, of the `limit` sequences that
-    have been here longest.
+    """Router to replica: tell of a request, living or lately ended; with an empty id, of the `limit` requests that have
+    been here longest.
     """
 
     question_id: str
@@ -316,6 +316,8 @@ class Explained(msgspec.Struct, frozen=True, tag="explained", gc=False):
 
     question_id: str
     accounts: list[SequenceAccount]
+    #: unfinished requests there, told of or not
+    num_requests: int = 0
 
 
 class ResetDone(msgspec.Struct, frozen=True, tag="reset_done", gc=False):

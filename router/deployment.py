@@ -53,7 +53,9 @@ class Router:
         config: Mapping[str, Any],
         live: Live,
         chat_template: str | None = None,
+        set_up_logs: Callable[[], None] = lambda: None,
     ) -> None:
+        set_up_logs()
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(None, model_source, model)
         tokenizer = Tokenizer.from_folder(folder, chat_template)

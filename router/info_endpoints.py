@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replica.errors import InvalidRequestError
-from replica.messages import RequestId
 from router.edge import Edge
 from router.http_errors import HttpError
 from router.openai_api import parse_detokenize, parse_tokenize
@@ -120,12 +119,13 @@ class InfoEndpoints:
     async def debug_request(self, request: Request) -> Response:
         """All that is known of one request: where its time went, and what it waits for."""
         self._check_admin("GET /debug/requests/{request_id}")
-        request_id = request.path_params["request_id"]
-        told = await self._edge.backend.explain(RequestId(request_id), EXPLAIN_TIMEOUT_S)
+        name = request.path_params["request_id"]
+        told = await self._edge.backend.explain(name, EXPLAIN_TIMEOUT_S) if name else None
         if told is None:
             raise HttpError(
                 404,
-                f"Neither this router nor a replica knows {short(request_id)}; what ended long ago is forgotten.",
+                f"Neither this router nor a replica knows {short(name)}, as an id or as an X-Request-Id. Another "
+                "router may; what ended long ago is forgotten, and a 400 for a wrong field is not kept.",
                 "not_found",
             )
         return json_response(told)
