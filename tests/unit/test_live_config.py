@@ -143,9 +143,21 @@ def test_held_requests_are_sorted_by_the_new_policy_and_keep_their_time() -> Non
 
 def test_a_priority_is_allowed_as_soon_as_the_policy_is() -> None:
     client = Edge()
+
+    def described() -> dict[str, object]:
+        fields = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+        return next(part for part in fields["priority"]["anyOf"] if part.get("type") == "integer")
+
     assert client.complete(max_tokens=1, priority=1).status_code == 400
+    assert described()["maximum"] == 0
     client.app.state.edge.look_at_priorities("priority")
     assert client.complete(max_tokens=1, priority=1).status_code == 200
+    assert described()["minimum"] < 0
+    client.app.state.edge.look_at_priorities("sjf")
+    answer = client.complete(max_tokens=1, priority=1)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "priority", "unsupported_value")
+    assert described()["maximum"] == 0
 
 
 def test_a_running_driver_is_found_by_what_it_said(tmp_path: Path) -> None:
