@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,8 @@ def test_a_key_that_cannot_change_is_told_so(key: str, sentence: str, capsys: py
     [
         (["set", "nonsense"], 2, "'nonsense': expected KEY=VALUE"),
         (["set", "scheduler.watermark=[", "--port", "1"], 2, "is not a YAML value"),
+        (["set", "scheduler.watermark=0.1", "scheduler.watermark=0.2"], 2, "scheduler.watermark is given twice"),
+        (["serve", "--print-config", "--set", "drain_s=1", "--set", "drain_s=2"], 2, "drain_s is given twice"),
         (["set", "scheduler.watermark=0.1", "--port", "1"], 1, "no `shoal serve` of this machine listens on port 1"),
         (["get", "scheduler.watermrk", "--port", "1"], 2, "did you mean 'scheduler.watermark'?"),
         (["get", "--port", "1"], 1, "no `shoal serve` of this machine listens on port 1"),
@@ -144,7 +147,7 @@ def test_held_requests_are_sorted_by_the_new_policy_and_keep_their_time() -> Non
 def test_a_priority_is_allowed_as_soon_as_the_policy_is() -> None:
     client = Edge()
 
-    def described() -> dict[str, object]:
+    def described() -> dict[str, Any]:
         fields = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
         return next(part for part in fields["priority"]["anyOf"] if part.get("type") == "integer")
 
