@@ -58,7 +58,7 @@ class UnknownModelError(InvalidRequestError):
 
 
 class RefusedError(ShoalError):
-    """The cluster cannot take the request now. `retry_after_s` is an estimate from the measured drain rate."""
+    """The cluster cannot take the request now. `retry_after_s` is a forecast of the drain."""
 
     reason: RefusalReason = RefusalReason.QUEUE_FULL
 
