@@ -95,8 +95,11 @@ def put_in_force(found: InForce, wanted: ClusterConfig, keys: Iterable[str]) -> 
     Raises ShoalError, also if another change came in between, or later with other values of `keys`.
     """
     _refuse_declared()
-    _submit(overlay_of(lay_over(found.start, {}), wanted), found.held)
-    return _confirm(Confirmation(found.start, found.now, wanted, keys, time.monotonic()))
+    confirmation = Confirmation(found.start, found.now, wanted, keys, time.monotonic())
+    # the controller does not compare and set: of two commands within a few milliseconds both pass here
+    confirmation.check_base(found.held, _held())
+    _submit(overlay_of(lay_over(found.start, {}), wanted))
+    return _confirm(confirmation)
 
 
 def _local_address(port: int) -> str:
@@ -144,10 +147,7 @@ def _refuse_declared() -> None:
         )
 
 
-def _submit(overlay: Mapping[str, Any], held: Held) -> None:
-    """`held`: what the new whole was made from. The controller does not compare and set, so two commands within a few
-    milliseconds still pass here, and the later one wins.
-    """
+def _submit(overlay: Mapping[str, Any]) -> None:
     import ray
     from ray.serve._private.deploy_utils import get_deploy_args
     from ray.serve.generated import serve_pb2
@@ -159,10 +159,6 @@ def _submit(overlay: Mapping[str, Any], held: Held) -> None:
     deployments = []
     for name in _DEPLOYMENTS:
         info, route = _info(name)  # the route is not in the info; without it: 404
-        if _overlay_in(info) != held.overlays[name]:
-            raise ShoalError(
-                "another change came in between, so nothing was changed; `shoal get` shows what is in force"
-            )
         info.deployment_config.user_config = dict(overlay)
         arguments = get_deploy_args(
             name,

@@ -71,6 +71,14 @@ class Confirmation:
         self._end = now + CONFIRM_S
         self._missing_since: float | None = None
 
+    def check_base(self, found: Held, held: Held) -> None:
+        """Our whole was made from `found`. Raises ShoalError if something else is held now: ours would undo it."""
+        if held.overlays != found.overlays:
+            others = [overlay for name, overlay in held.overlays.items() if overlay != found.overlays[name]]
+            raise ShoalError(
+                f"superseded by another change before anything of this one was done; in force: {self._told(others[0])}"
+            )
+
     def follow(self, held: Held, now: float) -> bool:
         """Whether the controller holds our change. Another one may have come later: if it keeps our values, we wait for
         it; else ours will be nowhere, and ShoalError is raised.
@@ -89,7 +97,7 @@ class Confirmation:
             raise ShoalError(f"superseded by another change, which cannot work: {error}") from None
         values = dict(flat_values(config))
         if any(values[key] != value for key, value in self._asked.items()):
-            raise ShoalError(f"superseded by another change; in force: {self._told(config, values)}")
+            raise ShoalError(f"superseded by another change; in force: {self._told(others[0])}")
         self._overlay, self._number = others[0], number_of(config)
         return False
 
@@ -125,7 +133,12 @@ class Confirmation:
                     f"{refusing[0]['refused']}. The others take it; to go back: shoal set {back}"
                 )
 
-    def _told(self, now: ClusterConfig, values: Mapping[str, Any]) -> str:
-        """All that either change has to do with, as it is now."""
+    def _told(self, overlay: Mapping[str, Any]) -> str:
+        """All that either change has to do with, as it is with `overlay`."""
+        try:
+            now = lay_over(self._start, overlay)
+        except ConfigError:
+            return "see `shoal get`"
+        values = dict(flat_values(now))
         keys = [*self._asked, *(key for key, _, _ in differences(self._before, now))]
         return ", ".join(f"{key}={shown(values[key])}" for key in dict.fromkeys(keys)) + f" ({number_of(now):08x})"

@@ -65,6 +65,13 @@ def test_a_later_change_with_another_value_is_told_at_once_with_what_is_in_force
         confirmation().follow(held(NEW, START), 0.1)
 
 
+def test_a_change_made_from_what_is_not_there_any_more_would_undo_another_one() -> None:
+    other = config(router__policy="round-robin")
+    confirmation().check_base(held(START), held(START, is_settled=False))
+    with pytest.raises(ShoalError, match=r"in force: scheduler.watermark=0.05, router.policy=round-robin \("):
+        confirmation().check_base(held(START), held(START, other))
+
+
 def test_what_is_on_its_way_inside_the_controller_is_not_superseded_until_it_should_be_there() -> None:
     """`get_deployment_info` tells a change only when the controller's loop has turned."""
     waits = confirmation()
