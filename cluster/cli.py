@@ -132,12 +132,14 @@ def config_overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _assignments(items: Sequence[str], name: str = "") -> dict[str, Any]:
-    """KEY=VALUE, the value as in YAML."""
-    found = {}
+    """KEY=VALUE, the value as in YAML, each key once."""
+    found: dict[str, Any] = {}
     for item in items:
         key, separator, text = item.partition("=")
         if not separator or not key:
             raise ConfigError(f"{name}{item!r}: expected KEY=VALUE")
+        if key in found:
+            raise ConfigError(f"{name}{item!r}: {key} is given twice; allowed: once")
         try:
             found[key] = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -213,16 +215,12 @@ def _set(options: argparse.Namespace) -> int:
         found = in_force()
         wanted = live_knobs.changed(found.now, values)
         started = time.monotonic()
-        num_routers, num_replicas = put_in_force(found.start, wanted)
+        confirmed = put_in_force(found, wanted, values)
         took_s = time.monotonic() - started
-    before, after = dict(live_knobs.flat_values(found.now)), dict(live_knobs.flat_values(wanted))
-    for key in values:
-        print(f"{key}: {_shown(before[key])} -> {_shown(after[key])}")
-    print(
-        f"configuration {live_knobs.number_of(wanted):08x} is in force at {num_replicas} replica(s) and "
-        f"{num_routers} router(s) after {took_s:.1f} s",
-        file=sys.stderr,
-    )
+    print("\n".join(live_knobs.told_changes(found.now, wanted, values)))
+    print(confirmed.sentence(took_s), file=sys.stderr)
+    for sentence in live_knobs.warnings(found.now, wanted):
+        print(f"shoal: warning: {sentence}", file=sys.stderr)
     return 0
 
 
@@ -250,15 +248,12 @@ def _get(options: argparse.Namespace) -> int:
     resolved = {f"scheduler.{name}": value for name, value in found.resolved.items()}
     for key, value in rows.items():
         filled = f" ({resolved[key]})" if value is None and key in resolved else ""
-        print(f"{key:<46} {_shown(value) + filled:<24} {'live' if key in live_knobs.LIVE else 'needs a restart'}")
+        when = "live" if key in live_knobs.LIVE else "needs a restart"
+        print(f"{key:<46} {live_knobs.shown(value) + filled:<24} {when}")
     print(f"configuration {live_knobs.number_of(found.now):08x}", file=sys.stderr)
     for sentence in found.refused:
         print(f"shoal: the last user_config is refused: {sentence}", file=sys.stderr)
     return 0
-
-
-def _shown(value: object) -> str:
-    return "auto" if value is None else str(value)
 
 
 def _model(options: argparse.Namespace) -> int:

@@ -143,6 +143,19 @@ def load(source: Mapping[str, Any] | str | Path | None, overrides: Mapping[str, 
         raise ConfigError("\n".join(_sentence(item) for item in error.errors())) from None
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML forbids a key twice in a mapping; the library would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if source is None:
         return {}
@@ -150,7 +163,7 @@ def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
     path = Path(source)
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _EachKeyOnce)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:

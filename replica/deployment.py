@@ -73,6 +73,7 @@ class Replica:
         self._settings = partial(settings, config)
         self.config = self._resolve(at_start)
         self._refused = ""
+        self._told: Mapping[str, Any] = {}
         self.role = Role(role)
         #: made here, because Ray reuses actor ids
         self.incarnation = uuid.uuid4().hex
@@ -109,6 +110,7 @@ class Replica:
         """Serve calls it after the constructor and at each change of `user_config`. What cannot work is refused whole,
         and what was in force stays: raising would make Serve replace one replica after the other, for a misprint.
         """
+        self._told = user_config
         try:
             config, number = self._settings(user_config)
         except ConfigError as error:
@@ -121,10 +123,11 @@ class Replica:
         logger.info("configuration %08x is in force", number)
 
     async def configuration(self) -> dict[str, Any]:
-        """For `shoal get` and `shoal set`: what is in force, and why the last change is not."""
+        """For `shoal get` and `shoal set`: what is in force, what Serve told last, and why that is not."""
         return {
             "number": self.engine.core.config_number,
             "refused": self._refused,
+            "told": dict(self._told),
             "scheduler": self.config.scheduler.model_dump(mode="json"),
         }
 

@@ -220,7 +220,7 @@ class ReplicaLoad(WireRecord, frozen=True):
     num_blocks: int = 0
     queue_cap: int = 0
     step: int = 0
-    #: mean queued sequences that left the queue per second, over the last seconds; 0 when unknown
+    #: queued sequences that will leave the queue a second, as a forecast; 0 when unknown, or nobody is queued
     drain_rate: float = 0.0
     counters: dict[str, float] = {}
     #: steps by their number of tokens: one count a bound of `STEP_TOKEN_BOUNDS`, the last for longer ones; only grow

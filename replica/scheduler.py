@@ -79,6 +79,10 @@ class Scheduler:
         return self._rules.policy
 
     @property
+    def max_num_seqs(self) -> int:
+        return self._rules.config.max_num_seqs
+
+    @property
     def prompt_token_limit(self) -> int:
         """Tokens that prompts, and guesses, could have in the last step that was asked for."""
         limit = self.pace.prompt_tokens

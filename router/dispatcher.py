@@ -73,7 +73,7 @@ class Dispatcher:
         )
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds until the queues in front of a new request have drained, from their measured rates; 1 to 60."""
+        """Seconds until the queues in front of a new request have drained, as foreseen; 1 to 60."""
         return retry_after_s(self.views.values(), now)
 
     # ---- requests ----

@@ -30,10 +30,12 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of this (lower-case) name."""
+    """The first header of this (lower-case) name. Blanks around a value are not part of it (RFC 9110, 5.5), and not
+    every server takes them away.
+    """
     for key, value in scope["headers"]:
         if key == name:
-            return bytes(value)
+            return bytes(value).strip(b" \t")
     return None
 
 

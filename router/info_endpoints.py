@@ -28,7 +28,8 @@ class InfoEndpoints:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._openapi = b""
+        #: by the policy it was made for
+        self._openapi: tuple[str, bytes] | None = None
 
     def _card(self, name: str) -> dict[str, object]:
         edge = self._edge
@@ -136,9 +137,10 @@ class InfoEndpoints:
 
     async def openapi(self, request: Request) -> Response:
         """What is accepted, from the models that accept it."""
-        if not self._openapi:
-            self._openapi = await self._edge.compute(True, self._build_openapi)
-        return Response(self._openapi, media_type="application/json")
+        policy = self._edge.settings.policy  # it may change, and with it what a priority may be
+        if self._openapi is None or self._openapi[0] != policy:
+            self._openapi = policy, await self._edge.compute(True, self._build_openapi)
+        return Response(self._openapi[1], media_type="application/json")
 
     def _build_openapi(self) -> bytes:
         """Takes 90 ms, and as much again to import, so it waits until somebody asks."""

@@ -77,7 +77,14 @@ def test_keys_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [("[1, 2]", "expected a mapping"), ("a: [", "not YAML"), (None, "No such file")]
+    ("text", "sentence"),
+    [
+        ("[1, 2]", "expected a mapping"),
+        ("a: [", "not YAML"),
+        ("model: a\nmodel: b", "'model' is given twice"),
+        ("http: {max_body_mib: 1, max_body_mib: 2}", "given twice"),
+        (None, "No such file"),
+    ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
     path = tmp_path / "shoal.yaml"
