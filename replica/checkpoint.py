@@ -98,6 +98,14 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def __iter__(self) -> Iterator[str]:
+        """All names."""
+        return iter(self._where)
+
+    def num_bytes(self, name: str) -> int:
+        """Of the whole tensor in the file. Raises ModelLoadError if there is none of this name."""
+        return self._file(name).places[name].num_bytes
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Raises ModelLoadError if there is no tensor of this name."""
         return self._file(name).places[name].shape
