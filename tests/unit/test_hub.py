@@ -183,12 +183,12 @@ def test_a_repository_that_could_not_be_served_is_not_fetched(
 
 def test_only_what_is_needed_is_fetched(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library's own filter decides, on a listing with everything that repositories have."""
-    from huggingface_hub.utils import filter_repo_objects
+    from huggingface_hub.utils._paths import filter_repo_objects
 
     names = [*COMPLETE, "model.safetensors.index.json", "chat_template.jinja", "tokenizer.model", "merges.txt"]
     others = ["pytorch_model.bin", "modeling_x.py", "onnx/model.onnx", "original/consolidated.safetensors", "README.md",
               "consolidated.safetensors", "model.pt", "q4.gguf", "training_args.bin", "sub/config.json"]  # fmt: skip
-    wanted: dict[str, list[str]] = {}
+    wanted: dict[str, Any] = {}
 
     def download(name: str, revision: str | None = None, local_files_only: bool = False, **patterns: list[str]) -> str:
         if local_files_only:
