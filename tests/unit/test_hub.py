@@ -201,3 +201,15 @@ def test_only_what_is_needed_is_fetched(cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert model_store.resolve("org/name@v1").name == COMMIT
     assert set(filter_repo_objects([*names, *others], **wanted)) == set(names)
+
+
+def test_a_cluster_serves_the_commit_under_the_id(cache: Path) -> None:
+    """Other nodes have caches of their own: they are told the commit, and no path of this machine."""
+    from cluster.config import ClusterConfig
+    from cluster.serve import _localize
+
+    put(cache, *COMPLETE)
+    config = _localize(ClusterConfig(model="org/name@main", runner="fake"))
+    assert (config.model, config.served_name) == (f"org/name@{COMMIT}", "org/name")
+    named = _localize(ClusterConfig(model="org/name", runner="fake", served_model_name="mine"))
+    assert named.served_name == "mine"
