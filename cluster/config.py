@@ -71,7 +71,9 @@ class HttpConfig(FrozenModel):
 class ClusterConfig(FrozenModel):
     """Everything `shoal serve`, `serve run cluster.app:build` and the Kubernetes manifest need."""
 
-    model: str = Field("smollm2-135m-instruct", description="A built-in name, a model folder, or a .gguf file.")
+    model: str = Field(
+        "smollm2-135m-instruct", description="A built-in name, a model folder, a .gguf file, or a Hugging Face id."
+    )
     served_model_name: str | None = Field(None, description="Name clients use. auto: the model's own.")
     dtype: DType = Field("auto", description="auto: bfloat16 where the device computes in it, else float32.")
     max_model_len: int | None = Field(None, ge=16, description="Longest prompt + output. auto: the model's context.")

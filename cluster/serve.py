@@ -113,15 +113,19 @@ def _localize(config: ClusterConfig) -> ClusterConfig:
 
     A model that is not there is refused here, before anything was started.
     """
-    from cluster import model_store
+    from cluster import hub, model_store
 
     update: dict[str, str] = {}
     if config.model not in model_store.BUILTIN_MODELS:
         folder = model_store.resolve(config.model).absolute()
         if config.runner == "torch":
             _check_model(folder, config.max_model_len)
-        update["model"] = str(folder)
+        is_hub_id = model_store.is_hub_id(config.model)
+        # other nodes have a cache of their own: they get the commit, not the path
+        update["model"] = hub.pinned(config.model, folder) if is_hub_id else str(folder)
         update["served_model_name"] = config.served_name
+        if is_hub_id and config.served_model_name is None:  # clients of other servers ask for the whole id
+            update["served_model_name"] = config.model.partition("@")[0]
     if config.chat_template:
         update["chat_template"] = _template_text(config.chat_template)
     return config.model_copy(update=update)

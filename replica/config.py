@@ -35,7 +35,9 @@ class FrozenModel(BaseModel):
 class ModelConfig(FrozenModel):
     """Which model, in which numbers."""
 
-    model: str = Field("smollm2-135m-instruct", description="A built-in name, a model folder, or a .gguf file.")
+    model: str = Field(
+        "smollm2-135m-instruct", description="A built-in name, a folder, a .gguf file, or a Hugging Face id."
+    )
     dtype: DType = Field("auto", description="auto: bfloat16 where the device computes in it, else float32.")
     max_model_len: int | None = Field(
         None, ge=16, description="Longest prompt + output in tokens. auto: the model's context."
