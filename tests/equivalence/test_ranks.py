@@ -28,7 +28,7 @@ from tests.equivalence.runner_driver import Driver, make_config, write_tiny_mode
 SIZES = (
     (2, 2, ("llama-biased", "gemma2", "olmo2", "phi3", "mixtral", "qwen3-moe", "smollm3")),
     (3, 3, ("gemma2", "olmo2", "qwen3-moe")),
-    (4, 2, ("llama-biased", "olmo2", "phi3")),
+    (4, 2, ("llama-biased", "olmo2")),
 )
 SHAPE = {"hidden_size": 192, "num_attention_heads": 12}
 #: one asks for what only rank 0 knows of: its logprobs, and those of its prompt
@@ -44,7 +44,7 @@ GUESSED = next(way for way in WAYS if way.name == "guessed ahead, preempted, in 
 
 def drive(runner: Any) -> dict[str, Any]:
     """What the test wants of rank 0."""
-    reference, _ = run_way(WAYS[0], RULED, [runner])
+    reference, _ = run_way(WAYS[1], RULED, [runner])  # one by one takes 80 steps, and gloo a while for each
     outputs = [trace.tokens for trace in reference]
     guessed, tally = run_way(GUESSED, RULED, [runner], outputs)
     driver = Driver(runner)
