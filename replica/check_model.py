@@ -17,6 +17,7 @@ from replica.checkpoint import Checkpoint
 from replica.config_checks import brings_code, read_model_config
 from replica.errors import ModelLoadError, ShoalError
 from replica.models.decoder import read_config
+from replica.models.decoder_config import DecoderConfig
 from replica.weights import WeightReader
 
 #: Gemma's, with 262,144 tokens, has 33 MB
@@ -31,15 +32,24 @@ def check(folder: Path, max_model_len: int | None) -> None:
 
     _check_code(folder, read_model_config(folder))
     model = read_config(folder)
-    reader = WeightReader(folder, model, torch.float32, headers_only=True)
+    if isinstance(model, DecoderConfig):
+        _check_tensors(WeightReader(folder, model, torch.float32, headers_only=True))
+    else:
+        from replica.models.transformers_shape import check_folder
+
+        check_folder(folder)
+    _read_small(Checkpoint(folder))
+    max_length(EngineConfig(model=ModelConfig(max_model_len=max_model_len)), model)
+    check_tokenizer(folder, model.vocab_size)
+
+
+def _check_tensors(reader: WeightReader) -> None:
+    """All names and shapes."""
     reader.embedding()
     reader.final_norm()
     reader.head()
     for _ in reader.layers():
         pass
-    _read_small(Checkpoint(folder))
-    max_length(EngineConfig(model=ModelConfig(max_model_len=max_model_len)), model)
-    check_tokenizer(folder, model.vocab_size)
 
 
 def _read_small(checkpoint: Checkpoint) -> None:
