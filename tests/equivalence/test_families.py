@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import family_check
 from benchmarks.equality import WAYS, differences, run_way
+from benchmarks.family_check import FEW_WAYS, make_runner
+from benchmarks.family_check import TINY_ITEMS as ITEMS
 from benchmarks.hf_reference import TOLERANCE, Reference, Verdict
 from benchmarks.tiny_models import TINY_MODELS, make
 from replica.attention.row_exp import by_rows
@@ -22,30 +25,17 @@ from replica.models import decoder, families
 from replica.models.decoder_config import DecoderConfig, LayerConfig
 from replica.native import library
 from replica.native.builder import NativeUnavailableError
-from tests.equivalence.families import EVERYTHING, ITEMS, NAMES, make_runner
 from tests.equivalence.runner_driver import Driver
 
 FolderOf = Callable[[str], Path]
-#: the others are measured for one model in test_engine.py
-FEW_WAYS = [
-    way
-    for way in WAYS
-    if way.name in ("batched", "32-token chunks", "preempted again and again", "guessed ahead, preempted, in chunks")
-]
+NAMES = tuple(TINY_MODELS)
 
 
-def judge(folder: Path, **runner: Any) -> list[Verdict]:
+def judge(folder: Path) -> list[Verdict]:
     """Our greedy outputs, teacher-forced by transformers."""
-    ours = make_runner(folder, **runner)
-    traces, tally = run_way(EVERYTHING, ITEMS, [ours])
-    ours.close()
+    verdicts, tally = family_check.judge(folder, ITEMS)
     assert tally.preemptions >= 2, "too few to mean anything"
-    reference = Reference(folder)
-    return [
-        reference.judge(item.prompt, trace.tokens)
-        for item, trace in zip(ITEMS, traces, strict=True)
-        if item.sampling.temperature == 0
-    ]
+    return verdicts
 
 
 def worst_gap(verdicts: list[Verdict]) -> float:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from benchmarks.equality import WAYS, differences, run_way
+from benchmarks.family_check import TINY_ITEMS as ITEMS
+from benchmarks.family_check import make_runner
 from benchmarks.hf_reference import TOLERANCE, Reference
 from benchmarks.tiny_models import make
 from replica.collective import NoPeers
@@ -19,7 +21,6 @@ from replica.messages import SamplingParams
 from replica.model_runner import TorchModelRunner
 from replica.shard import Shard
 from replica.step import NewSequence, StepPlan, StepResult
-from tests.equivalence.families import ITEMS, make_runner
 from tests.equivalence.ranks import run_on_ranks
 from tests.equivalence.runner_driver import Driver, make_config, write_tiny_model
 

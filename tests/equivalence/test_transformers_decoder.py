@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.family_check import make_runner
 from replica.check_model import check
 from replica.errors import ModelLoadError
 from replica.models import transformers_decoder
 from replica.models.decoder import read_config
-from tests.equivalence.families import make_runner
 
 FolderOf = Callable[[str], Path]
 
@@ -50,7 +50,7 @@ def test_what_cannot_run_on_our_cache_is_refused(
 
 
 def test_no_code_of_a_folder_is_run(tiny_folder: FolderOf, tmp_path: Path) -> None:
-    """A name that transformers knows, with an auto_map: its own class serves, the file is not touched."""
+    """A name that transformers knows with an auto_map beside: its own class serves, the folder's file is not run."""
     source = tiny_folder("starcoder2")
     for path in source.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
@@ -68,7 +68,7 @@ def test_missing_tensors_are_named(tiny_folder: FolderOf, tmp_path: Path) -> Non
     tensors = load_file(source / "model.safetensors")
     del tensors["gpt_neox.layers.1.attention.dense.weight"]
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelLoadError, match=r"missing keys .*layers\.1\.attention\.dense\.weight"):
+    with pytest.raises(ModelLoadError, match=r"missing keys .*layers\.1.attention.dense.weight"):
         make_runner(tmp_path)
 
 
