@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from replica.fake_runner import FakeModelRunner
 from replica.step import ModelRunner, RunnerInfo, StepPlan, StepResult
 
 _Order = tuple[Callable[[], object], "asyncio.Future[object]"]
@@ -119,3 +120,12 @@ class PacedRunner:
 
     def close(self) -> None:
         self._runner.close()
+
+
+class PacedRank(PacedRunner):
+    """The same for one of several ranks."""
+
+    def __init__(self, runner: FakeModelRunner) -> None:
+        super().__init__(runner)
+        self.adopt = runner.adopt
+        self.begin_anew = runner.begin_anew
