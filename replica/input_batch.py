@@ -71,7 +71,9 @@ class SequenceStore:
         vocab_size: int,
         eos: tuple[int, ...],
         grammars: GrammarCompiler | None = None,
+        with_rules: bool = True,
     ) -> None:
+        """`with_rules`: False on a rank that chooses nothing; it still computes the logits of prompts."""
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_len = max_model_len
@@ -80,7 +82,10 @@ class SequenceStore:
         self._grammars = grammars
         self._slots: dict[int, int] = {}
         self._free: list[int] = []
+        self._with_rules = with_rules
         self._rules: dict[int, SequenceRules] = {}  # by slot
+        #: by slot, of the sequences that want logprobs of their prompt: how many beside each
+        self._num_prompt_logprobs: dict[int, int] = {}
         #: seq_id -> why its rules do not work; it stays known until the plan drops it
         self.failed: dict[int, str] = {}
         self._tokens = np.zeros((0, 256), np.int32)
@@ -104,6 +109,7 @@ class SequenceStore:
             if slot is not None:
                 self._free.append(slot)
                 self._rules.pop(slot, None)
+                self._num_prompt_logprobs.pop(slot, None)
                 self.failed.pop(seq_id, None)
         for new in plan.new:
             self._add(new)
@@ -140,7 +146,9 @@ class SequenceStore:
         self._min_p[slot] = sampling.min_p
         self._top_k[slot] = sampling.top_k
         self._seed[slot] = sampling.seed & 0xFFFFFFFFFFFFFFFF
-        if sampling.has_rules:
+        if sampling.num_prompt_logprobs is not None:  # whatever becomes of its rules: ranks have to compute alike
+            self._num_prompt_logprobs[slot] = sampling.num_prompt_logprobs
+        if sampling.has_rules and self._with_rules:
             self._add_rules(slot, new)
 
     def _add_rules(self, slot: int, new: NewSequence) -> None:
@@ -209,7 +217,7 @@ class SequenceStore:
         # behind position p stands output number p + 1 - num_prompt, drafts and known tokens alike
         output_positions = positions[sample_rows] + 1 - self._num_prompt[who]
         temperature = self._temperature[who]
-        prompt_rows = self._prompt_rows(plan, slots, len(sampled)) if self._rules else ()
+        prompt_rows = self._prompt_rows(plan, slots, len(sampled)) if self._num_prompt_logprobs else ()
         if prompt_rows:
             sample_rows = np.concatenate(
                 [sample_rows, *(seq_start[i] + np.arange(n, dtype=np.int32) for i, n, _ in prompt_rows)]
@@ -283,14 +291,13 @@ class SequenceStore:
         """
         found = []
         for i, (seq_id, slot) in enumerate(zip(plan.seq_ids, slots.tolist(), strict=True)):
-            rules = self._rules.get(slot)
-            if rules is None or rules.num_prompt_logprobs is None:
+            if (num_top := self._num_prompt_logprobs.get(slot)) is None:
                 continue
             start = plan.num_computed[i]
             end = min(start + plan.num_scheduled[i], int(self._num_prompt[slot]) - 1)
             if end > start:
                 next_ids = self._tokens[slot, start + 1 : end + 1]
-                found.append((i, end - start, PromptRows(seq_id, first, next_ids, rules.num_prompt_logprobs)))
+                found.append((i, end - start, PromptRows(seq_id, first, next_ids, num_top)))
                 first += end - start
         return found
 

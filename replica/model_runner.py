@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from replica.collective import Collective, NoPeers
 from replica.config import EngineConfig, resolve
 from replica.errors import ConfigError, EngineError, ModelLoadError
 from replica.grammar import GrammarCompiler, GrammarError
@@ -23,6 +24,7 @@ from replica.models import kv_pool
 from replica.models.decoder import Decoder, DecoderConfig, read_config
 from replica.native.builder import NativeUnavailableError
 from replica.sampling_rules import prompt_logprobs
+from replica.shard import Shard, check_divides
 from replica.step import RunnerInfo, StepPlan, StepResult
 from replica.weights import WeightReader
 
@@ -33,22 +35,43 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class TorchModelRunner:
     """Implements `replica.step.ModelRunner` on a CPU. Construct and call it on one thread: so OpenMP wants it.
 
+    With several ranks each has a runner, and all are given the same plans. Rank 0 chooses the tokens; the others are
+    told by `adopt` before their next plan. Construction talks to the peers too (the self-test): all at the same time.
+
     Raises ModelLoadError for a folder it cannot serve, ConfigError for settings that cannot work with this model.
     """
 
     def __init__(
-        self, config: EngineConfig, folder: Path, kv_layer_major: bool = False, self_test: bool = True
+        self,
+        config: EngineConfig,
+        folder: Path,
+        kv_layer_major: bool = False,
+        self_test: bool = True,
+        *,
+        shard: Shard = Shard(),
+        collective: Collective | None = None,
     ) -> None:
         config = resolve(config, detect_hardware())
         self._model = read_config(folder)
+        check_divides(self._model, shard.size)
+        assert shard.size == 1 or collective is not None, "ranks need something to talk over"
+        self._shard, self._collective = shard, collective or NoPeers()
         self._dtype = _DTYPES[config.model.dtype]
         max_len = max_length(config, self._model)
         threads = config.parallel.num_threads or 1
         torch.set_num_threads(threads)
-        self._num_blocks, self._block_size = _pool_size(config, self._model, self._dtype), config.cache.block_size
-        reader = WeightReader(folder, self._model, self._dtype)
+        self._num_blocks, self._block_size = (
+            _pool_size(config, self._model, self._dtype, shard),
+            config.cache.block_size,
+        )
+        reader = WeightReader(folder, self._model, self._dtype, shard=shard)
         with torch.inference_mode():
             self._decoder, note = self._load(reader, max_len, threads, kv_layer_major)
+        #: (weights, KV pool) of this rank, in bytes. Weights as read, before any padding of a layout
+        self.held_bytes = (
+            reader.num_bytes,
+            self._num_blocks * kv_pool.block_bytes(self._model, self._block_size, self._dtype, shard),
+        )
         eos = _eos_token_ids(folder)
         self._grammars = GrammarCompiler(folder / "tokenizer.json", self._model.vocab_size, eos)
         self._store_arguments = (
@@ -59,7 +82,9 @@ class TorchModelRunner:
             eos,
             self._grammars,
         )
-        self._store = SequenceStore(*self._store_arguments)
+        self._store = self._new_store()
+        #: what the last step of a rank that does not choose still has to be told: seq_ids of the plan, batch
+        self._untold: tuple[list[int], InputBatch] | None = None
         #: when True, `last_logits` gets a copy of the logits of every token that a sequence gets (for tests)
         self.capture_logits = False
         #: seq_id -> float32 logits [tokens of the step, vocab]; more than one with accepted drafts
@@ -80,6 +105,9 @@ class TorchModelRunner:
             description=f"cpu, {config.model.dtype}, {threads} threads, {self._decoder.kernels}{note}; {verdict}",
         )
 
+    def _new_store(self) -> SequenceStore:
+        return SequenceStore(*self._store_arguments, with_rules=not self._shard.rank)
+
     def _load(self, reader: WeightReader, max_len: int, threads: int, layer_major: bool) -> tuple[Decoder, str]:
         """The native decoder, or the torch one and the reason why."""
         from replica.attention.select import select
@@ -88,15 +116,21 @@ class TorchModelRunner:
         from replica.native import library as native
 
         try:
-            if reason := why_not_native(self._model):
+            reason = "several ranks share the model" if self._shard.size > 1 else why_not_native(self._model)
+            if reason:
                 raise NativeUnavailableError(reason)
             library = native.load()
         except NativeUnavailableError as error:
             pool = kv_pool.allocate(
-                self._model, self._num_blocks, self._block_size, self._dtype, layer_major=layer_major
+                self._model,
+                self._num_blocks,
+                self._block_size,
+                self._dtype,
+                layer_major=layer_major,
+                shard=self._shard,
             )
             attention = select("cpu", self._dtype, self._block_size)
-            return TorchDecoder(reader, pool, max_len, attention), f" (no native kernels: {error})"
+            return TorchDecoder(reader, pool, max_len, attention, self._collective), f" (no native kernels: {error})"
         pool = kv_pool.allocate(
             self._model, self._num_blocks, self._block_size, self._dtype, library.use_huge_pages, layer_major
         )
@@ -107,7 +141,7 @@ class TorchModelRunner:
 
         started = time.perf_counter()
         self.is_invariant = check_invariance(self, self._model.vocab_size, self._num_blocks, self._block_size, room)
-        self._store = SequenceStore(*self._store_arguments)
+        self._store, self._untold = self._new_store(), None
         self.last_logits.clear()
         elapsed_ms = (time.perf_counter() - started) * 1e3
         return f"invariance self-test {'passed' if self.is_invariant else 'FAILED'} in {elapsed_ms:.0f} ms"
@@ -116,7 +150,8 @@ class TorchModelRunner:
         model = self._model
         parts = (model.architecture, str(self._dtype), model.rope_theta, sorted(model.rope_scaling.items()))
         shape = (model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim)
-        text = json.dumps([*map(str, parts), shape, self._decoder.kernels, reader.digest()])
+        ranks = self._shard.size  # another number of them adds in another order
+        text = json.dumps([*map(str, parts), shape, ranks, self._decoder.kernels, reader.digest()])
         return hashlib.sha256(text.encode()).hexdigest()
 
     @torch.inference_mode()
@@ -125,16 +160,51 @@ class TorchModelRunner:
         if self._closed:
             raise EngineError("the model runner is closed")
         started = time.perf_counter()
+        if self._untold is not None and plan.seq_ids:
+            raise EngineError(f"rank {self._shard.rank} was not told the tokens of the step before step {plan.step}")
         self._store.apply(plan)
         if not plan.seq_ids:
             return StepResult(plan.step, [], [], time.perf_counter() - started)
         batch = self._store.assemble(plan)
+        if self._shard.rank:
+            self._decoder.forward(batch)
+            self._untold = (plan.seq_ids, batch)
+            return StepResult(plan.step, [], [], time.perf_counter() - started)
         if batch.ruled or batch.prompt_rows or self._store.failed:
             result = self._choose_by_rules(plan, batch)
         else:
             tokens, logits = self._decoder.forward(batch)
             result = self._take(plan, batch, tokens, logits)
         return msgspec.structs.replace(result, duration_s=time.perf_counter() - started)
+
+    def adopt(self, result: StepResult) -> None:
+        """Tell a rank that does not choose which tokens rank 0 chose in the last step. Nothing to do on rank 0.
+
+        A sequence that is not in `result` because it failed gets a token of no meaning: the next plan drops it.
+        """
+        if self._untold is None:
+            return
+        (seq_ids, batch), self._untold = self._untold, None
+        chosen = {
+            seq_id: [token_id, *result.more.get(seq_id, [])]
+            for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True)
+        }
+        tokens = np.full(batch.num_chosen, -1, np.int32)  # behind a rejected draft; equal to no draft
+        for first in np.flatnonzero(np.diff(batch.sampled, prepend=-1)).tolist():
+            of_one = chosen.get(seq_ids[batch.sampled[first]], [0])
+            tokens[first : first + len(of_one)] = of_one
+        self._store.append(batch, tokens)
+
+    def agree(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Rank 0's `result` on every rank, over the peers themselves: for the self-test, before anything else carries
+        messages. One token a sequence; float32 holds token ids exactly.
+        """
+        tokens = torch.zeros(len(plan.seq_ids))
+        for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
+            tokens[plan.seq_ids.index(seq_id)] = token_id + 1
+        self._collective.sum_(tokens)
+        pairs = [(s, int(t) - 1) for s, t in zip(plan.seq_ids, tokens.tolist(), strict=True) if t]
+        return StepResult(plan.step, [s for s, _ in pairs], [t for _, t in pairs], result.duration_s)
 
     def _take(self, plan: StepPlan, batch: InputBatch, tokens: NDArray[np.int32], logits: torch.Tensor) -> StepResult:
         """The chosen tokens as a result, drafts judged."""
@@ -169,6 +239,7 @@ class TorchModelRunner:
                 rows[part.first : part.first + len(part.next_ids)], part.next_ids, part.num_top
             )
             for part in batch.prompt_rows
+            if part.seq_id not in failed
         }
         for index, rules, output in batch.ruled:
             try:
@@ -224,11 +295,11 @@ def max_length(config: EngineConfig, model: DecoderConfig) -> int:
     return wanted
 
 
-def _pool_size(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype) -> int:
+def _pool_size(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, shard: Shard) -> int:
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     assert config.cache.kv_cache_gib is not None, "resolve() fills it"
-    return kv_pool.count_blocks(model, config.cache.block_size, dtype, config.cache.kv_cache_gib)
+    return kv_pool.count_blocks(model, config.cache.block_size, dtype, config.cache.kv_cache_gib, shard)
 
 
 def _eos_token_ids(folder: Path) -> tuple[int, ...]:

@@ -86,7 +86,6 @@ class SequenceRules:
     ) -> None:
         """Raises InvalidRequestError or GrammarError for a grammar that does not work here."""
         self._sampling = sampling
-        self.num_prompt_logprobs = sampling.num_prompt_logprobs
         self._prompt = np.unique(np.asarray(prompt, np.int32)) if sampling.repetition_penalty != 1 else _NO_IDS
         penalties = (sampling.repetition_penalty - 1, sampling.presence_penalty, sampling.frequency_penalty)
         self._penalises = any(penalties)

@@ -18,10 +18,13 @@ _LENGTHS = (5, 17, 45)
 _DECODE_STEPS = 2
 
 Logits = dict[int, list[torch.Tensor]]
+#: stands for logits on a rank that has none
+_ON_RANK_0 = torch.empty(0)
 
 
 def check_invariance(runner: TorchModelRunner, vocab_size: int, num_blocks: int, block_size: int, room: int) -> bool:
-    """Run random prompts through `runner` in three ways and compare the logits bit for bit.
+    """Run random prompts through `runner` in three ways and compare the logits bit for bit. With several ranks all do,
+    and rank 0 compares.
 
     Uses the runner's own KV pool from block 0, so call it before serving. `room`: tokens that pool and context hold.
     A pool too small for the test's sequences gets shorter ones.
@@ -66,12 +69,13 @@ def _run(
     while active := [i for i in prompts if len(logits[i]) <= _DECODE_STEPS]:
         scheduled = [min(chunk, known[i] - computed[i]) for i in active]
         plan = StepPlan(step, active, [computed[i] for i in active], scheduled, new=new if step == 0 else [])
-        result = runner.execute(plan)
+        result = runner.agree(plan, runner.execute(plan))
+        runner.adopt(result)
         for i, count in zip(active, scheduled, strict=True):
             computed[i] += count
         for i in result.seq_ids:
             known[i] += 1
-            logits[i].append(runner.last_logits[i][0])
+            logits[i].append(runner.last_logits[i][0] if i in runner.last_logits else _ON_RANK_0)
         step += 1
     runner.execute(StepPlan(step, [], [], [], dropped=list(prompts)))
     return logits

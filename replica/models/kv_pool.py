@@ -8,18 +8,25 @@ import torch
 
 from replica.errors import ConfigError
 from replica.models.decoder import DecoderConfig
+from replica.shard import Shard
 
 GIB = 1 << 30
 
 
-def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: K and V of `block_size` tokens over all layers."""
-    return config.num_kv_heads * config.num_layers * 2 * block_size * config.head_dim * dtype.itemsize
+def heads_held(config: DecoderConfig, shard: Shard) -> int:
+    """KV heads of one rank."""
+    held = shard.kv_heads(config.num_kv_heads)
+    return int(held.stop) - int(held.start)
 
 
-def count_blocks(config: DecoderConfig, block_size: int, dtype: torch.dtype, gib: float) -> int:
-    """How many blocks fit `gib`. Raises ConfigError when fewer than 2 do."""
-    size = block_bytes(config, block_size, dtype)
+def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype, shard: Shard = Shard()) -> int:
+    """Bytes of one block on one rank: K and V of `block_size` tokens over all layers."""
+    return heads_held(config, shard) * config.num_layers * 2 * block_size * config.head_dim * dtype.itemsize
+
+
+def count_blocks(config: DecoderConfig, block_size: int, dtype: torch.dtype, gib: float, shard: Shard = Shard()) -> int:
+    """How many blocks fit `gib`, which the ranks share. Raises ConfigError when fewer than 2 do."""
+    size = block_bytes(config, block_size, dtype, shard) * shard.size
     count = int(gib * GIB // size)
     if count < 2:
         raise ConfigError(f"cache.kv_cache_gib={gib} holds {count} blocks of {size} bytes; at least 2 are needed")
@@ -33,13 +40,15 @@ def allocate(
     dtype: torch.dtype,
     advise: Callable[[int, int], None] | None = None,
     layer_major: bool = False,
+    shard: Shard = Shard(),
 ) -> torch.Tensor:
-    """Zeroed pool, seen as [num_blocks, num_kv_heads, num_layers, 2, block_size, head_dim] in either memory order.
+    """Zeroed pool, seen as [num_blocks, kv_heads, num_layers, 2, block_size, head_dim] in either memory order, with the
+    KV heads of one rank.
 
     Zeroing touches every page, so no step pays for a page fault; `advise(address, bytes)` runs before that.
     `layer_major` stores [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]; for comparison only.
     """
-    heads, layers, dim = config.num_kv_heads, config.num_layers, config.head_dim
+    heads, layers, dim = heads_held(config, shard), config.num_layers, config.head_dim
     if layer_major:
         memory = torch.empty((layers, 2, num_blocks, heads, block_size, dim), dtype=dtype)
         pool = memory.permute(2, 3, 0, 1, 4, 5)

@@ -1,4 +1,6 @@
-"""TORCH. A Llama-type decoder in torch operators: the fallback without a compiler, and the base of the GPU path."""
+"""TORCH. A Llama-type decoder in torch operators: the fallback without a compiler, the form that several ranks share,
+and the base of the GPU path.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from numpy.typing import NDArray
 
 from replica.attention.contract import AttentionStep, PagedAttention
 from replica.attention.row_exp import row_exp_
+from replica.collective import Collective, NoPeers
 from replica.input_batch import InputBatch
 from replica.models.decoder import rotary_tables
 from replica.sampler import sample
@@ -54,10 +57,24 @@ class _Layer:
 
 
 class TorchDecoder:
-    """See `replica.models.decoder.Decoder`. Residual and norms in float32, matrix products in the pool's dtype."""
+    """See `replica.models.decoder.Decoder`. Residual and norms in float32, matrix products in the pool's dtype.
 
-    def __init__(self, reader: WeightReader, pool: torch.Tensor, max_len: int, attention: PagedAttention) -> None:
+    With several ranks each computes its own query heads, its part of the MLP and of the vocabulary: two sums a layer,
+    and the logits go to rank 0, which alone chooses.
+    """
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        pool: torch.Tensor,
+        max_len: int,
+        attention: PagedAttention,
+        collective: Collective | None = None,
+    ) -> None:
         self.config = reader.config
+        self._collective = collective or NoPeers()
+        #: query heads and KV heads of this rank
+        self._num_heads, self._num_kv_heads = reader.config.num_heads // reader.shard.size, pool.shape[1]
         self.kernels = f"torch {torch.__version__}, attention {attention.name}"
         self._pool = pool
         self._attention = attention
@@ -86,7 +103,7 @@ class TorchDecoder:
             hidden = self._layer(index, hidden, count, cos, sin, place, step)
         logits = self._logits(hidden[torch.from_numpy(batch.sample_rows).long()])
         self._last_logits = logits
-        tokens = np.zeros(0, np.int32) if batch.ruled else self.choose(batch)
+        tokens = np.zeros(0, np.int32) if batch.ruled or not len(logits) else self.choose(batch)
         return tokens, logits
 
     def choose(self, batch: InputBatch) -> NDArray[np.int32]:
@@ -107,25 +124,36 @@ class TorchDecoder:
         c = self.config
         layer = self._layers[index]
         qkv = layer.qkv(self._norm(hidden, layer.input_norm))[:count].float()
-        q, k, v = qkv.view(count, -1, c.head_dim).split([c.num_heads, c.num_kv_heads, c.num_kv_heads], dim=1)
+        q, k, v = qkv.view(count, -1, c.head_dim).split(
+            [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1
+        )
         self._pool[place[0], :, index, 0, place[1]] = _rotate(k, cos, sin).to(self._pool.dtype)
         self._pool[place[0], :, index, 1, place[1]] = v.to(self._pool.dtype)
-        mixed = torch.zeros((len(hidden), c.q_dim), dtype=self._pool.dtype)
+        mixed = torch.zeros((len(hidden), self._num_heads * c.head_dim), dtype=self._pool.dtype)
         query = _rotate(q, cos, sin).to(self._pool.dtype)
         mixed[:count] = self._attention(query, self._pool, index, step).reshape(count, -1)
-        hidden = hidden + layer.o(mixed).float()
+        hidden = hidden + self._summed(layer.o(mixed))
         gate, up = layer.gate_up(self._norm(hidden, layer.post_norm)).float().chunk(2, dim=-1)
-        return hidden + layer.down((gate / (1 + row_exp_(-gate)) * up).to(self._pool.dtype)).float()
+        return hidden + self._summed(layer.down((gate / (1 + row_exp_(-gate)) * up).to(self._pool.dtype)))
+
+    def _summed(self, part: torch.Tensor) -> torch.Tensor:
+        """float32 sum of the ranks' parts."""
+        total = part.float()
+        self._collective.sum_(total)
+        return total
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return (x * scale * weight).to(self._pool.dtype)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """float32 [rows, vocab]"""
+        """float32 [rows, vocab]; no rows but on rank 0"""
         count = len(rows)
         padded = F.pad(self._norm(rows, self._final_norm), (0, 0, 0, max(0, MIN_ROWS - count)))
-        return self._head(padded)[:count].float()
+        logits = self._collective.gather_columns(self._head(padded)[:count].float())
+        if logits is None:
+            return torch.empty((0, self.config.vocab_size))
+        return logits[:, : self.config.vocab_size].contiguous()
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,114 @@
+"""Several ranks of one model as processes that talk over gloo. Rank 0 drives and tells the others plans and results."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from replica.collective import GroupCollective
+from replica.config import EngineConfig
+from replica.model_runner import TorchModelRunner
+from replica.shard import Shard
+from replica.step import StepPlan, StepResult
+
+#: what rank 0 does with its runner; returns something that can be pickled
+Work = Callable[[Any], Any]
+
+
+class Together:
+    """Rank 0's runner with the others behind it: looks like a runner to whoever drives it."""
+
+    def __init__(self, runner: TorchModelRunner) -> None:
+        self.runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.runner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "runner":
+            super().__setattr__(name, value)
+        else:
+            setattr(self.runner, name, value)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One step of all ranks."""
+        _tell(plan)
+        result = self.runner.execute(plan)
+        _tell(result)
+        return result
+
+
+def run_on_ranks(size: int, config: EngineConfig, folder: Path, work: Work, **runner: Any) -> tuple[Any, list[Any]]:
+    """What `work(rank 0's runner)` returned, and each rank's `(description, bytes of weights and pool)`."""
+    context = multiprocessing.get_context("spawn")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ends: list[Connection] = []
+    processes: list[BaseProcess] = []
+    for rank in range(size):
+        ours, theirs = context.Pipe()
+        args = (theirs, Shard(rank, size), port, config, folder, work if rank == 0 else None, runner)
+        process: BaseProcess = context.Process(target=_rank_main, args=args, daemon=True)
+        process.start()
+        theirs.close()
+        ends.append(ours)
+        processes.append(process)
+    try:
+        answers = [end.recv() for end in ends]
+    finally:
+        for process in processes:
+            process.join(10)
+            process.kill()
+    for answer in answers:
+        if isinstance(answer, str):
+            raise AssertionError(answer)
+    return answers[0][0], [answer[1] for answer in answers]
+
+
+def _tell(message: object) -> None:
+    torch.distributed.broadcast_object_list([message], 0)
+
+
+def _hear() -> Any:
+    box: list[Any] = [None]
+    torch.distributed.broadcast_object_list(box, 0)
+    return box[0]
+
+
+def _rank_main(
+    end: Connection,
+    shard: Shard,
+    port: int,
+    config: EngineConfig,
+    folder: Path,
+    work: Work | None,
+    options: dict[str, Any],
+) -> None:
+    try:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        torch.distributed.init_process_group("gloo", rank=shard.rank, world_size=shard.size)
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        runner = TorchModelRunner(config, folder, shard=shard, collective=GroupCollective(group), **options)
+        answer = None
+        if work is not None:
+            answer = work(Together(runner))
+            _tell(None)
+        else:
+            while (plan := _hear()) is not None:
+                runner.execute(plan)
+                runner.adopt(_hear())
+        end.send((answer, (runner.info.description, runner.held_bytes)))
+        torch.distributed.destroy_process_group()
+    except BaseException:
+        end.send(traceback.format_exc())
