@@ -20,7 +20,7 @@ from typing import Protocol
 from replica import group_health
 from replica.errors import EngineError, InvalidRequestError, RanksLostError, ShoalError
 from replica.group_health import RankSign, StepLimits, StepSign
-from replica.rank_link import Endpoint, Grammar, Join, Lead, Leave, RankDoor, RankLink, Stop
+from replica.rank_link import Endpoint, Grammar, Join, Lead, Leave, RankDoor, RankLink
 from replica.rank_seat import Launched, RankSeat, error_of
 from replica.step import RunnerInfo, StepPlan, StepResult
 from replica.step_channel import HAS_SHARED_MEMORY, FrameWriter, Pulse, decode_result, encode_step
@@ -54,7 +54,7 @@ class RankGroup:
         self._launcher, self._size, self._node, self._host = launcher, size, node, host
         self._use_shared_memory = use_shared_memory and HAS_SHARED_MEMORY
         #: called when ranks are lost; then `recover` mends the group
-        self.on_loss: Callable[[], None] = lambda: None
+        self.on_loss: Callable[[], object] = lambda: None
         self.is_lost = False
         self._why = ""
         self._changed = asyncio.Event()
@@ -115,7 +115,7 @@ class RankGroup:
         await asyncio.gather(self._watcher, return_exceptions=True)
         self._end_generation("the replica stops")
         for seat in self._seats:
-            seat.send(Stop())
+            seat.stop()
         await self._wait(lambda: all(seat.ended or seat.link is None for seat in self._seats), LEAVE_S)
         for seat in self._seats:
             seat.kill()

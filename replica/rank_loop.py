@@ -73,6 +73,9 @@ class Meeting(Protocol):
 class NoMeeting:
     """For runners that have nothing to say to each other (the fake one)."""
 
+    def __init__(self, note_wait: Callable[[bool], None]) -> None:
+        """Never waits."""
+
     def lead(self) -> tuple[str, int]:
         return "", 0
 

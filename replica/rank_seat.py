@@ -25,6 +25,7 @@ from replica.rank_link import (
     RankLink,
     Ready,
     StepFailed,
+    Stop,
     UpMessage,
     Welcome,
 )
@@ -64,6 +65,7 @@ class RankSeat:
 
     def _reset(self) -> None:
         self._began = time.monotonic()
+        self._is_stopping = False
         self.link: RankLink | None = None
         #: how it ended, as in "rank 1 of 3 was ...": empty while it lives
         self.ended = ""
@@ -119,6 +121,11 @@ class RankSeat:
         if self.link is not None:
             self.link.send(message, descriptors)
 
+    def stop(self) -> None:
+        """Have it end in good order."""
+        self._is_stopping = True
+        self.send(Stop())
+
     def send_frame(self, frame: bytes) -> None:
         """A step, through its socket."""
         if self.link is not None:
@@ -127,7 +134,8 @@ class RankSeat:
     def lose(self, why: str) -> None:
         """It does not count any more: it is killed, and whoever watches the group is told."""
         if not self.ended:
-            logger.warning("%s %s", self, why)
+            if not self._is_stopping:
+                logger.warning("%s %s", self, why)
             self.ended = why
             self.kill()
             self._on_change(self)
@@ -136,7 +144,8 @@ class RankSeat:
         """Also one that is stopped, or asks nobody any more. Idempotent."""
         self.ended = self.ended or "was killed"
         if self.link is not None:
-            if self.link.pid and self.link.is_open:  # while the socket stands, the number means that process
+            is_process = self.link.pid not in (0, os.getpid())  # ranks may be threads here, in tests
+            if is_process and self.link.is_open:  # while the socket stands, the number means that process
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(self.link.pid, signal.SIGKILL)
             self.link.close()

@@ -25,7 +25,10 @@ class RunnerThread:
     them.
     """
 
+    is_lost = False
+
     def __init__(self, factory: Callable[[], ModelRunner]) -> None:
+        self.on_loss: Callable[[], object] = lambda: None
         self._factory = factory
         self._runner: ModelRunner | None = None
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
@@ -38,6 +41,9 @@ class RunnerThread:
         await self._call(self._build)
         assert self._runner is not None
         return self._runner.info
+
+    async def recover(self) -> None:
+        """A thread cannot be lost."""
 
     def execute(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Begin a step at once; the future gives its result or raises what the runner raised."""

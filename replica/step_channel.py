@@ -142,7 +142,7 @@ class FrameReader:
         return frame
 
     def _take(self) -> bytes | None:
-        """Where the machine reorders stores the count may be seen before the frame is, for an instant: `check` tells."""
+        """Machines that reorder stores may show the count before the frame, for an instant: the check tells."""
         start = _HEADER_BYTES + self._count % NUM_SLOTS * SLOT_BYTES
         for _ in range(1000):
             number, length, check = _FRAME_HEADER.unpack_from(self._memory, start)
