@@ -20,7 +20,8 @@ from cluster import model_store
 from replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from replica.messages import SamplingParams
 from replica.model_runner import TorchModelRunner
-from replica.models.decoder import DecoderConfig, read_config
+from replica.models.decoder import read_decoder_config
+from replica.models.decoder_config import DecoderConfig
 from replica.step import NewSequence, StepPlan
 
 BATCHES = (1, 8, 32)
@@ -148,7 +149,7 @@ def main() -> None:
     bench = Bench(runner, options.chunk)
     dtype = torch.float32 if "float32" in runner.info.description else torch.bfloat16
     with torch.inference_mode():
-        floor = Floor(read_config(folder), dtype)
+        floor = Floor(read_decoder_config(folder), dtype)
         print(
             f"{'step':24s} {'median ms':>8s} {'best':>7s} {'tokens/s':>9s}"
             f" {'GEMM floor':>10s} {'best':>8s} {'ratio':>8s}"

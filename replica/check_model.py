@@ -12,6 +12,7 @@ import torch
 
 from replica.errors import ShoalError
 from replica.models.decoder import read_config
+from replica.models.decoder_config import DecoderConfig
 from replica.weights import WeightReader
 
 
@@ -21,13 +22,22 @@ def check(folder: Path, max_model_len: int | None) -> None:
     from replica.model_runner import max_length
 
     model = read_config(folder)
-    reader = WeightReader(folder, model, torch.float32, headers_only=True)
+    if isinstance(model, DecoderConfig):
+        _check_tensors(WeightReader(folder, model, torch.float32, headers_only=True))
+    else:
+        from replica.models.transformers_shape import check_folder
+
+        check_folder(folder)
+    max_length(EngineConfig(model=ModelConfig(max_model_len=max_model_len)), model)
+
+
+def _check_tensors(reader: WeightReader) -> None:
+    """All names and shapes."""
     reader.embedding()
     reader.final_norm()
     reader.head()
     for _ in reader.layers():
         pass
-    max_length(EngineConfig(model=ModelConfig(max_model_len=max_model_len)), model)
 
 
 def main() -> int:

@@ -21,12 +21,12 @@ from replica.hardware import detect_hardware
 from replica.input_batch import InputBatch, SequenceStore
 from replica.messages import TokenLogprobs
 from replica.models import kv_pool
-from replica.models.decoder import Decoder, DecoderConfig, read_config
-from replica.native.builder import NativeUnavailableError
+from replica.models.decoder import read_config
+from replica.models.decoder_config import ModelShape
+from replica.models.loading import LoadSettings, load_decoder
 from replica.sampling_rules import prompt_logprobs
 from replica.shard import Shard, check_divides
 from replica.step import RunnerInfo, StepPlan, StepResult
-from replica.weights import WeightReader
 
 logger = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -53,23 +53,31 @@ class TorchModelRunner:
     ) -> None:
         config = resolve(config, detect_hardware())
         self._model = read_config(folder)
-        check_divides(self._model, shard.size)
+        check_divides(self._model.to_cut, shard.size)
         assert shard.size == 1 or collective is not None, "ranks need something to talk over"
         self._shard, self._collective = shard, collective or NoPeers()
         self._dtype = _DTYPES[config.model.dtype]
         max_len = max_length(config, self._model)
         threads = config.parallel.num_threads or 1
         torch.set_num_threads(threads)
-        self._num_blocks, self._block_size = (
-            _pool_size(config, self._model, self._dtype, shard),
-            config.cache.block_size,
+        self._num_blocks = _pool_size(config, self._model, self._dtype, shard)
+        self._block_size = config.cache.block_size
+        settings = LoadSettings(
+            dtype=self._dtype,
+            num_blocks=self._num_blocks,
+            block_size=self._block_size,
+            max_len=max_len,
+            threads=threads,
+            layer_major=kv_layer_major,
+            shard=shard,
+            collective=self._collective,
         )
-        reader = WeightReader(folder, self._model, self._dtype, shard=shard)
         with torch.inference_mode():
-            self._decoder, note = self._load(reader, max_len, threads, kv_layer_major)
+            loaded = load_decoder(folder, self._model, settings)
+        self._decoder = loaded.decoder
         #: (weights, KV pool) of this rank, in bytes. Weights as read, before any padding of a layout
         self.held_bytes = (
-            reader.num_bytes,
+            loaded.weight_bytes,
             self._num_blocks * kv_pool.block_bytes(self._model, self._block_size, self._dtype, shard),
         )
         eos = _eos_token_ids(folder)
@@ -101,40 +109,12 @@ class TorchModelRunner:
             max_model_len=max_len,
             vocab_size=self._model.vocab_size,
             eos_token_ids=eos,
-            model_fingerprint=self._fingerprint(reader),
-            description=f"cpu, {config.model.dtype}, {threads} threads, {self._decoder.kernels}{note}; {verdict}",
+            model_fingerprint=self._fingerprint(loaded.digest, max_len),
+            description=f"cpu, {config.model.dtype}, {threads} threads, {loaded.description}; {verdict}",
         )
 
     def _new_store(self) -> SequenceStore:
         return SequenceStore(*self._store_arguments, with_rules=not self._shard.rank)
-
-    def _load(self, reader: WeightReader, max_len: int, threads: int, layer_major: bool) -> tuple[Decoder, str]:
-        """The native decoder, or the torch one and the reason why."""
-        from replica.attention.select import select
-        from replica.models.native_decoder import NativeDecoder, why_not_native
-        from replica.models.torch_decoder import TorchDecoder
-        from replica.native import library as native
-
-        try:
-            reason = "several ranks share the model" if self._shard.size > 1 else why_not_native(self._model)
-            if reason:
-                raise NativeUnavailableError(reason)
-            library = native.load()
-        except NativeUnavailableError as error:
-            pool = kv_pool.allocate(
-                self._model,
-                self._num_blocks,
-                self._block_size,
-                self._dtype,
-                layer_major=layer_major,
-                shard=self._shard,
-            )
-            attention = select("cpu", self._dtype, self._block_size)
-            return TorchDecoder(reader, pool, max_len, attention, self._collective), f" (no native kernels: {error})"
-        pool = kv_pool.allocate(
-            self._model, self._num_blocks, self._block_size, self._dtype, library.use_huge_pages, layer_major
-        )
-        return NativeDecoder(library, reader, pool, max_len, threads), ""
 
     def _run_self_test(self, room: int) -> str:
         from replica.self_test import check_invariance
@@ -146,12 +126,12 @@ class TorchModelRunner:
         elapsed_ms = (time.perf_counter() - started) * 1e3
         return f"invariance self-test {'passed' if self.is_invariant else 'FAILED'} in {elapsed_ms:.0f} ms"
 
-    def _fingerprint(self, reader: WeightReader) -> str:
-        model = self._model
-        parts = (model.architecture, str(self._dtype), model.rope_theta, sorted(model.rope_scaling.items()))
-        shape = (model.hidden_size, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim)
-        ranks = self._shard.size  # another number of them adds in another order
-        text = json.dumps([*map(str, parts), shape, ranks, self._decoder.kernels, reader.digest()])
+    def _fingerprint(self, digest: str, max_len: int) -> str:
+        """Of all that KV blocks depend on: another number of ranks adds in another order; past its usual length a model
+        may rotate differently.
+        """
+        parts = (repr(self._model), self._dtype, self._shard.size, max_len > self._model.usual_length)
+        text = json.dumps([*map(str, parts), self._decoder.kernels, digest])
         return hashlib.sha256(text.encode()).hexdigest()
 
     @torch.inference_mode()
@@ -290,8 +270,8 @@ def _cannot_go_on(error: GrammarError) -> str:
     return f"The output cannot go on under its grammar and bans: {str(error).rstrip('.')}."
 
 
-def max_length(config: EngineConfig, model: DecoderConfig) -> int:
-    wanted = config.model.max_model_len or model.max_position_embeddings
+def max_length(config: EngineConfig, model: ModelShape) -> int:
+    wanted = config.model.max_model_len or model.usual_length
     if wanted > model.max_position_embeddings:
         raise ConfigError(
             f"model.max_model_len={wanted} is longer than the model's context; at most {model.max_position_embeddings}"
@@ -299,7 +279,7 @@ def max_length(config: EngineConfig, model: DecoderConfig) -> int:
     return wanted
 
 
-def _pool_size(config: EngineConfig, model: DecoderConfig, dtype: torch.dtype, shard: Shard) -> int:
+def _pool_size(config: EngineConfig, model: ModelShape, dtype: torch.dtype, shard: Shard) -> int:
     if config.cache.num_blocks is not None:
         return config.cache.num_blocks
     assert config.cache.kv_cache_gib is not None, "resolve() fills it"

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from replica.attention.contract import AttentionStep
-from replica.attention.row_exp import row_exp_
+from replica.attention.contract import AttentionStep, Mask
+from replica.attention.row_exp import by_rows, row_exp_
 
 TILE = 8
 PIECE = 64
@@ -20,21 +20,33 @@ class TorchPagedAttention:
 
     name = "torch"
 
-    def __call__(self, query: torch.Tensor, pool: torch.Tensor, layer: int, step: AttentionStep) -> torch.Tensor:
+    def __call__(
+        self, query: torch.Tensor, pool: torch.Tensor, layer: int, step: AttentionStep, mask: Mask
+    ) -> torch.Tensor:
         output = torch.empty_like(query)
         starts = step.seq_start.tolist()
         for i in range(len(starts) - 1):
             rows = slice(starts[i], starts[i + 1])
-            output[rows] = self._sequence(query[rows], pool, layer, step.positions[rows], step.block_tables[i])
+            blocks = step.block_tables[i]
+            output[rows] = self._sequence(query[rows], pool, layer, step.positions[rows], blocks, mask)
         return output
 
     def _sequence(
-        self, query: torch.Tensor, pool: torch.Tensor, layer: int, positions: torch.Tensor, blocks: torch.Tensor
+        self,
+        query: torch.Tensor,
+        pool: torch.Tensor,
+        layer: int,
+        positions: torch.Tensor,
+        blocks: torch.Tensor,
+        mask: Mask,
     ) -> torch.Tensor:
         count, heads, dim = query.shape
         kv_heads, block_size = pool.shape[1], pool.shape[4]
         tiles, group = -(-count // TILE), heads // kv_heads
         end = int(positions[-1]) + 1
+        # Pieces before the first key that any row sees are left out. A row that sees nothing of a piece adds zeros to
+        # zeros there, so where the first piece lies changes no bit.
+        begin = 0 if mask.window is None else max(0, int(positions[0]) - mask.window + 1) // PIECE * PIECE
         padded = query.new_zeros((tiles * TILE, heads, dim), dtype=torch.float32)
         padded[:count] = query.float()
         # [kv_heads, tiles, TILE * group, dim]
@@ -46,18 +58,25 @@ class TorchPagedAttention:
         limit = positions.new_full((tiles * TILE,), end - 1)
         limit[:count] = positions
         limit = limit.view(tiles, TILE, 1).expand(tiles, TILE, group).reshape(tiles, TILE * group, 1)
-        keys, values = _gather(pool, layer, blocks[: -(-end // block_size)], -(-end // PIECE) * PIECE)
+        held = blocks[begin // block_size : -(-end // block_size)]
+        length = -(-end // PIECE) * PIECE - begin
+        keys, values = _gather(pool, layer, held, begin % block_size, length)
 
         top = q.new_full((kv_heads, tiles, TILE * group, 1), -torch.inf)
         total, acc = torch.zeros_like(top), torch.zeros_like(q)
-        for first in range(0, end, PIECE):
-            k, v = keys[:, None, first : first + PIECE], values[:, None, first : first + PIECE]
-            scores = torch.matmul(q, k.transpose(-1, -2).expand(-1, tiles, -1, -1)) * dim**-0.5
-            visible = torch.arange(first, first + PIECE, device=q.device) <= limit
+        for first in range(begin, end, PIECE):
+            piece = slice(first - begin, first - begin + PIECE)
+            k, v = keys[:, None, piece], values[:, None, piece]
+            scores = torch.matmul(q, k.transpose(-1, -2).expand(-1, tiles, -1, -1)) * mask.scale
+            if mask.softcap is not None:
+                scores = by_rows(torch.tanh, scores / mask.softcap) * mask.softcap
+            at = torch.arange(first, first + PIECE, device=q.device)
+            visible = at <= limit if mask.window is None else (at <= limit) & (at > limit - mask.window)
             scores = scores.masked_fill(~visible, -torch.inf)
             new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
-            weights = row_exp_(scores - new_top)
-            shrink = row_exp_((top - new_top).expand(*top.shape[:-1], 16).contiguous())[..., :1]
+            known = new_top if mask.window is None else new_top.masked_fill(new_top == -torch.inf, 0)
+            weights = row_exp_(scores - known)
+            shrink = row_exp_((top - known).expand(*top.shape[:-1], 16).contiguous())[..., :1]
             total = total * shrink + weights.sum(-1, keepdim=True)
             acc = acc * shrink + torch.matmul(weights, v.expand(-1, tiles, -1, -1))
             top = new_top
@@ -65,11 +84,15 @@ class TorchPagedAttention:
         return out[:count].to(query.dtype)
 
 
-def _gather(pool: torch.Tensor, layer: int, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one sequence and layer, float32 [kv_heads, length, dim], zeros after the last block."""
+def _gather(
+    pool: torch.Tensor, layer: int, blocks: torch.Tensor, skip: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence and layer without the first `skip` slots of `blocks`, float32 [kv_heads, length, dim],
+    zeros after the last block.
+    """
     taken = pool[blocks.long(), :, layer].float()  # [blocks, kv_heads, 2, block_size, dim]
     kv_heads, dim = taken.shape[1], taken.shape[-1]
-    flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, :length]
+    flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, skip : skip + length]
     padded = flat.new_zeros((2, kv_heads, length, dim))
     padded[:, :, : flat.shape[2]] = flat
     return padded[0], padded[1]

@@ -7,24 +7,24 @@ from collections.abc import Callable
 import torch
 
 from replica.errors import ConfigError
-from replica.models.decoder import DecoderConfig
+from replica.models.decoder_config import ModelShape
 from replica.shard import Shard
 
 GIB = 1 << 30
 
 
-def heads_held(config: DecoderConfig, shard: Shard) -> int:
+def heads_held(config: ModelShape, shard: Shard) -> int:
     """KV heads of one rank."""
     held = shard.kv_heads(config.num_kv_heads)
     return int(held.stop) - int(held.start)
 
 
-def block_bytes(config: DecoderConfig, block_size: int, dtype: torch.dtype, shard: Shard = Shard()) -> int:
+def block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype, shard: Shard = Shard()) -> int:
     """Bytes of one block on one rank: K and V of `block_size` tokens over all layers."""
     return heads_held(config, shard) * config.num_layers * 2 * block_size * config.head_dim * dtype.itemsize
 
 
-def count_blocks(config: DecoderConfig, block_size: int, dtype: torch.dtype, gib: float, shard: Shard = Shard()) -> int:
+def count_blocks(config: ModelShape, block_size: int, dtype: torch.dtype, gib: float, shard: Shard = Shard()) -> int:
     """How many blocks fit `gib`, which the ranks share. Raises ConfigError when fewer than 2 do."""
     size = block_bytes(config, block_size, dtype, shard) * shard.size
     count = int(gib * GIB // size)
@@ -34,7 +34,7 @@ def count_blocks(config: DecoderConfig, block_size: int, dtype: torch.dtype, gib
 
 
 def allocate(
-    config: DecoderConfig,
+    config: ModelShape,
     num_blocks: int,
     block_size: int,
     dtype: torch.dtype,

@@ -10,7 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from replica.input_batch import InputBatch
-from replica.models.decoder import DecoderConfig, rotary_tables
+from replica.models.decoder_config import DecoderConfig
+from replica.models.rope import rotary_tables
 from replica.native.library import STEP_ARRAYS, Layer, Library, Model, Step
 from replica.weights import WeightReader
 
@@ -19,6 +20,8 @@ PANEL = 32
 
 def why_not_native(config: DecoderConfig) -> str | None:
     """A reason why the kernels cannot run this shape, or None."""
+    if not config.is_plain:
+        return "they compute plain Llama shapes only"
     for name, value in (("hidden_size", config.hidden_size), ("head_dim", config.head_dim)):
         if value % PANEL:
             return f"{name}={value} is not a multiple of {PANEL}"
@@ -43,6 +46,16 @@ def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     half = PANEL // 2
     k = gate.shape[1]
     return torch.stack([gate.view(-1, half, k), up.view(-1, half, k)], dim=1).reshape(-1, k)
+
+
+def _there(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None, "why_not_native() lets only plain shapes pass"
+    return tensor
+
+
+def _halves(gate_up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    gate, up = _there(gate_up).chunk(2)
+    return gate, up
 
 
 class Arena:
@@ -96,10 +109,10 @@ class NativeDecoder:
             layers[i] = Layer(
                 self._packed(weights.qkv),
                 self._packed(weights.o),
-                self._packed(interleave_gate_up(weights.gate, weights.up)),
-                self._packed(weights.down),
-                self._held(weights.input_norm),
-                self._held(weights.post_norm),
+                self._packed(interleave_gate_up(*_halves(weights.gate_up))),
+                self._packed(_there(weights.down)),
+                self._held(_there(weights.vectors.input_norm)),
+                self._held(_there(weights.vectors.mlp_norm)),
             )
         self._model = self._describe(reader, pool, max_len, threads, layers)
         self._logits = torch.empty((0, 0))
@@ -111,7 +124,7 @@ class NativeDecoder:
         self, reader: WeightReader, pool: torch.Tensor, max_len: int, threads: int, layers: ctypes.Array[Layer]
     ) -> Model:
         config = reader.config
-        cos, sin = rotary_tables(config, max_len)
+        cos, sin = rotary_tables(config.ropes[0], max_len)
         block, head, layer, kv = pool.stride()[:4]
         return Model(
             hidden=config.hidden_size,
@@ -125,7 +138,7 @@ class NativeDecoder:
             num_threads=threads,
             block_size=pool.shape[4],
             eps=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
+            scale=config.attention_scale,
             embed=self._held(reader.embedding()),
             head=self._packed(reader.head()),
             final_norm=self._held(reader.final_norm()),

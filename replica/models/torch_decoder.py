@@ -1,66 +1,51 @@
-"""TORCH. A Llama-type decoder in torch operators: the fallback without a compiler, the form that several ranks share,
-and the base of the GPU path.
+"""TORCH. The decoder of every family in torch operators: the form that several ranks share, and the base of the GPU
+path. Plain Llama shapes on one CPU have a faster one (`native_decoder.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from replica.attention.contract import AttentionStep, PagedAttention
-from replica.attention.row_exp import row_exp_
+from replica.attention.contract import AttentionStep, Mask, PagedAttention
 from replica.collective import Collective, NoPeers
 from replica.input_batch import InputBatch
-from replica.models.decoder import rotary_tables
+from replica.models.decoder_config import DecoderConfig
+from replica.models.experts import Experts
+from replica.models.linear import MIN_ROWS, gated, make_linear, padded, softcapped
+from replica.models.rope import rotary_tables
 from replica.sampler import sample
-from replica.weights import LayerWeights, WeightReader
+from replica.shard import Shard
+from replica.weights import LayerVectors, LayerWeights, WeightReader
 
-Linear = Callable[[torch.Tensor], torch.Tensor]
-
-# oneDNN takes another path for one row (torch 2.13, bf16: about 140 of 900,000 outputs differ at K = 1536; float32:
-# nearly all) and, with a float32 weight packed for one row, for other row counts too. Four rows and more with a weight
-# packed for 32 gave one class up to 768 rows in both types; on Zen 4 four rows are also faster than one (11.6 against
-# 13.3 ms a step).
-MIN_ROWS = 4
-_PACKED_FOR_ROWS = 32
-
-
-def _prepacked(weight: torch.Tensor) -> Linear:
-    """x -> x @ weight.T through oneDNN's own weight layout, 1.1 to 2.6 times as fast as F.linear."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _PACKED_FOR_ROWS)
-
-    def linear(x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
-        return out
-
-    return linear
-
-
-def make_linear(weight: torch.Tensor) -> Linear:
-    """The fastest invariant linear for this device."""
-    if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        return _prepacked(weight)
-    return lambda x: F.linear(x, weight)
+Place = tuple[torch.Tensor, torch.Tensor]
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class _Layer:
-    """One layer's linears and norms."""
+    """One layer's linears, norms and what it sees."""
 
-    def __init__(self, weights: LayerWeights) -> None:
-        self.qkv, self.o, self.down = make_linear(weights.qkv), make_linear(weights.o), make_linear(weights.down)
-        self.gate_up = make_linear(torch.cat([weights.gate, weights.up]))
-        self.input_norm, self.post_norm = weights.input_norm, weights.post_norm
+    def __init__(self, weights: LayerWeights, config: DecoderConfig, index: int) -> None:
+        self.vectors = weights.vectors
+        self.qkv, self.o = make_linear(weights.qkv), make_linear(weights.o)
+        self.experts: Experts | None = None
+        if weights.experts is not None:
+            assert config.experts is not None, "a layer with experts, in a model without"
+            self.experts = Experts(weights.experts, config.experts, config.activation)
+        else:
+            assert weights.gate_up is not None, "a layer without experts has an MLP"
+            assert weights.down is not None, "gate and up come with down"
+            self.gate_up, self.down = make_linear(weights.gate_up), make_linear(weights.down)
+        self.rope = config.layers[index].rope
+        self.mask = Mask(config.attention_scale, config.layers[index].window, config.attention_softcap)
 
 
 class TorchDecoder:
     """See `replica.models.decoder.Decoder`. Residual and norms in float32, matrix products in the pool's dtype.
 
-    With several ranks each computes its own query heads, its part of the MLP and of the vocabulary: two sums a layer,
-    and the logits go to rank 0, which alone chooses.
+    With several ranks each computes its own query heads, its part of the MLP and of the vocabulary: two sums a layer
+    (three with a norm over all queries), and the logits go to rank 0, which alone chooses.
     """
 
     def __init__(
@@ -72,17 +57,20 @@ class TorchDecoder:
         collective: Collective | None = None,
     ) -> None:
         self.config = reader.config
+        self.kernels = f"torch {torch.__version__}, attention {attention.name}"
         self._collective = collective or NoPeers()
+        self._shard = reader.shard
         #: query heads and KV heads of this rank
         self._num_heads, self._num_kv_heads = reader.config.num_heads // reader.shard.size, pool.shape[1]
-        self.kernels = f"torch {torch.__version__}, attention {attention.name}"
         self._pool = pool
         self._attention = attention
-        self._layers = [_Layer(weights) for weights in reader.layers()]
+        self._layers = [_Layer(weights, self.config, i) for i, weights in enumerate(reader.layers())]
         self._embedding = reader.embedding()
+        # Gemma was trained with this factor in its weights' dtype: 55.5 for the root of 3072 in bfloat16
+        self._embedding_multiplier = float(torch.tensor(self.config.embedding_multiplier, dtype=pool.dtype))
         self._head = make_linear(reader.head())
         self._final_norm = reader.final_norm()
-        self._cos, self._sin = rotary_tables(self.config, max_len)
+        self._ropes = [rotary_tables(rope, max_len) for rope in self.config.ropes]
         self._last_logits = torch.empty((0, self.config.vocab_size))
 
     def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
@@ -95,12 +83,15 @@ class TorchDecoder:
         )
         count = len(positions)
         hidden = torch.zeros((max(count, MIN_ROWS), self.config.hidden_size))
-        hidden[:count] = self._embedding[torch.from_numpy(batch.token_ids).long()].float()
-        cos, sin = self._cos[positions][:, None], self._sin[positions][:, None]
+        embedded = self._embedding[torch.from_numpy(batch.token_ids).long()].float()
+        hidden[:count] = embedded * self._embedding_multiplier
+        rotations = [(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._ropes]
         block, offset = np.divmod(batch.slots, self._pool.shape[4])
         place = (torch.from_numpy(block), torch.from_numpy(offset))
-        for index in range(self.config.num_layers):
-            hidden = self._layer(index, hidden, count, cos, sin, place, step)
+        for index, layer in enumerate(self._layers):
+            rotation = None if layer.rope is None else rotations[layer.rope]
+            hidden = self._add(hidden, self._attend(index, hidden, count, rotation, place, step))
+            hidden = self._add(hidden, self._mlp(layer, hidden, count))
         logits = self._logits(hidden[torch.from_numpy(batch.sample_rows).long()])
         self._last_logits = logits
         tokens = np.zeros(0, np.int32) if batch.ruled or not len(logits) else self.choose(batch)
@@ -111,51 +102,97 @@ class TorchDecoder:
         rows = self._last_logits[: batch.num_chosen].numpy()
         return sample(rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
 
-    def _layer(
+    def _add(self, hidden: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
+        factor = self.config.residual_multiplier
+        return hidden + (change if factor == 1 else change * factor)
+
+    def _attend(
         self,
         index: int,
         hidden: torch.Tensor,
         count: int,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        place: tuple[torch.Tensor, torch.Tensor],
+        rotation: Rotation | None,
+        place: Place,
         step: AttentionStep,
     ) -> torch.Tensor:
-        c = self.config
+        """What attention adds to the residual, float32 [rows, hidden]."""
         layer = self._layers[index]
-        qkv = layer.qkv(self._norm(hidden, layer.input_norm))[:count].float()
-        q, k, v = qkv.view(count, -1, c.head_dim).split(
-            [self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1
-        )
-        self._pool[place[0], :, index, 0, place[1]] = _rotate(k, cos, sin).to(self._pool.dtype)
+        vectors = layer.vectors
+        qkv = layer.qkv(self._normed(hidden, vectors.input_norm))[:count].float()
+        if vectors.qkv_bias is not None:
+            qkv = qkv + vectors.qkv_bias
+        heads = qkv.view(count, -1, self.config.head_dim)
+        q, k, v = heads.split([self._num_heads, self._num_kv_heads, self._num_kv_heads], dim=1)
+        q, k = self._qk_norms(vectors, q, k)
+        if rotation is not None:
+            q, k = _rotate(q, *rotation), _rotate(k, *rotation)
+        self._pool[place[0], :, index, 0, place[1]] = k.to(self._pool.dtype)
         self._pool[place[0], :, index, 1, place[1]] = v.to(self._pool.dtype)
-        mixed = torch.zeros((len(hidden), self._num_heads * c.head_dim), dtype=self._pool.dtype)
-        query = _rotate(q, cos, sin).to(self._pool.dtype)
-        mixed[:count] = self._attention(query, self._pool, index, step).reshape(count, -1)
-        hidden = hidden + self._summed(layer.o(mixed))
-        gate, up = layer.gate_up(self._norm(hidden, layer.post_norm)).float().chunk(2, dim=-1)
-        return hidden + self._summed(layer.down((gate / (1 + row_exp_(-gate)) * up).to(self._pool.dtype)))
+        mixed = torch.zeros((len(hidden), self._num_heads * self.config.head_dim), dtype=self._pool.dtype)
+        query = q.to(self._pool.dtype)
+        mixed[:count] = self._attention(query, self._pool, index, step, layer.mask).reshape(count, -1)
+        return self._behind(layer.o(mixed).float(), vectors.o_bias, vectors.attention_out_norm)
 
-    def _summed(self, part: torch.Tensor) -> torch.Tensor:
-        """float32 sum of the ranks' parts."""
-        total = part.float()
-        self._collective.sum_(total)
-        return total
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor, count: int) -> torch.Tensor:
+        """What the MLP or its experts add to the residual, float32 [rows, hidden]."""
+        vectors = layer.vectors
+        x = self._normed(hidden, vectors.mlp_norm)
+        if layer.experts is not None:
+            return self._behind(layer.experts(x, count), None, vectors.mlp_out_norm)
+        gate_up = layer.gate_up(x).float()
+        if vectors.gate_up_bias is not None:
+            gate_up = gate_up + vectors.gate_up_bias
+        inner = gated(self.config.activation, gate_up).to(self._pool.dtype)
+        return self._behind(layer.down(inner).float(), vectors.down_bias, vectors.mlp_out_norm)
+
+    def _behind(self, part: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None) -> torch.Tensor:
+        """The ranks' parts added up in float32, with the bias and the norm behind them."""
+        self._collective.sum_(part)
+        if bias is not None:
+            part = part + bias
+        return part if norm is None else self._norm(part, norm)
+
+    def _qk_norms(self, vectors: LayerVectors, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if vectors.q_norm is None or vectors.k_norm is None:
+            return q, k
+        if self.config.qk_norm == "head":
+            return self._norm(q, vectors.q_norm), self._norm(k, vectors.k_norm)
+        rows = [x.reshape(len(x), -1) for x in (q, k)]
+        squares = torch.stack([row.square().sum(-1) for row in rows], dim=1)
+        if not _counts_keys(self._shard, self.config):
+            squares[:, 1] = 0
+        self._collective.sum_(squares)
+        means = squares / torch.tensor([self.config.q_dim, self.config.kv_dim])
+        scales = torch.rsqrt(means + self.config.rms_norm_eps)
+        q, k = ((row * scales[:, i : i + 1]).view(x.shape) for i, (row, x) in enumerate(zip(rows, (q, k), strict=True)))
+        return q * vectors.q_norm.view(q.shape[1:]), k * vectors.k_norm.view(k.shape[1:])
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
-        return (x * scale * weight).to(self._pool.dtype)
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps) * weight
+
+    def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        """What a linear takes: normed where there is a norm before it, in the pool's dtype."""
+        return (x if weight is None else self._norm(x, weight)).to(self._pool.dtype)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab]; no rows but on rank 0"""
-        count = len(rows)
-        padded = F.pad(self._norm(rows, self._final_norm), (0, 0, 0, max(0, MIN_ROWS - count)))
-        logits = self._collective.gather_columns(self._head(padded)[:count].float())
+        part = self._head(padded(self._normed(rows, self._final_norm)))[: len(rows)].float()
+        logits = self._collective.gather_columns(part)
         if logits is None:
             return torch.empty((0, self.config.vocab_size))
-        return logits[:, : self.config.vocab_size].contiguous()
+        logits = logits[:, : self.config.vocab_size] / self.config.logits_scaling
+        return softcapped(logits, self.config.logit_softcap).contiguous()
+
+
+def _counts_keys(shard: Shard, config: DecoderConfig) -> bool:
+    """Of several ranks that hold the same KV head, the first counts it in a sum over all of them."""
+    return shard.rank == 0 or shard.kv_heads(config.num_kv_heads) != Shard(shard.rank - 1, shard.size).kv_heads(
+        config.num_kv_heads
+    )
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+    """x: [tokens, heads, head_dim], of which the first 2 * cos.shape[-1] dimensions turn."""
+    turned = 2 * cos.shape[-1]
+    a, b = x[..., :turned].chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., turned:]], dim=-1)

@@ -1,0 +1,291 @@
+"""PURE. One parser for each family: its config.json to a `DecoderConfig`. A field that would change the result and that
+the decoder does not have is refused; one that transformers' own class of the family does not read is ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from replica.errors import ModelLoadError
+from replica.models.decoder_config import Activation, DecoderConfig, ExpertsConfig, LayerConfig
+from replica.models.rope_fields import parse_rope, rope_entry
+
+Raw = Mapping[str, Any]
+Parser = Callable[[Raw], DecoderConfig]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_QWEN_MATRICES = ("gate_proj", "up_proj", "down_proj")
+
+
+def parse(raw: Raw) -> DecoderConfig | None:
+    """The configuration of a family that this decoder knows, or None. Raises ModelLoadError naming the field."""
+    parser = FAMILIES.get((raw.get("architectures") or [""])[0])
+    if parser is None:
+        return None
+    if raw.get("quantization_config"):
+        method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
+        raise ModelLoadError(f"config.json: quantization_config is not supported (quant_method={method!r})")
+    if raw.get("add_cross_attention") or raw.get("is_encoder_decoder"):
+        raise ModelLoadError("config.json: encoder-decoder models are not supported")
+    try:
+        return parser(raw)
+    except KeyError as error:
+        raise ModelLoadError(f"config.json: field {error} is missing") from error
+    except (TypeError, ValueError, IndexError) as error:
+        raise ModelLoadError(f"config.json: a field has a value of the wrong kind: {error}") from error
+
+
+def _activation(raw: Raw, field: str = "hidden_act") -> Activation:
+    name = raw.get(field) or "silu"
+    if name not in _ACTIVATIONS:
+        raise ModelLoadError(f"config.json: {field}={name!r} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _refuse(raw: Raw, *fields: str) -> None:
+    """Fields that mean something to transformers and nothing here."""
+    for field in fields:
+        if raw.get(field):
+            raise ModelLoadError(f"config.json: {field}={raw[field]!r} is not supported")
+
+
+def _layer_types(raw: Raw, otherwise: Callable[[int], bool]) -> list[bool]:
+    """For each layer whether it is windowed: from `layer_types`, else from its index."""
+    count = int(raw["num_hidden_layers"])
+    types = raw.get("layer_types")
+    if types is None:
+        return [otherwise(i) for i in range(count)]
+    if len(types) != count or not set(types) <= {"full_attention", "sliding_attention"}:
+        raise ModelLoadError(
+            f"config.json: layer_types={types!r} is not supported; needs full_attention or sliding_attention for each "
+            f"of {count} layers"
+        )
+    return [name == "sliding_attention" for name in types]
+
+
+def _windowed(is_windowed: list[bool], window: int | None) -> tuple[LayerConfig, ...]:
+    if any(is_windowed) and not window:
+        raise ModelLoadError("config.json: layer_types names sliding_attention, but sliding_window is not set")
+    return tuple(LayerConfig(window=window if windowed else None) for windowed in is_windowed)
+
+
+def _decoder(raw: Raw, *, theta: float = 10_000.0, ties: bool = False, **more: Any) -> DecoderConfig:
+    """What all families have in common. `theta`, `ties`: the family's defaults."""
+    heads = int(raw["num_attention_heads"])
+    head_dim = int(raw.get("head_dim") or int(raw["hidden_size"]) // heads)
+    tied = raw.get("tie_word_embeddings")
+    fields: dict[str, Any] = {
+        "architecture": raw["architectures"][0],
+        "hidden_size": int(raw["hidden_size"]),
+        "num_layers": int(raw["num_hidden_layers"]),
+        "num_heads": heads,
+        "num_kv_heads": int(raw.get("num_key_value_heads") or heads),
+        "head_dim": head_dim,
+        "intermediate_size": int(raw["intermediate_size"]),
+        "vocab_size": int(raw["vocab_size"]),
+        "max_position_embeddings": int(raw["max_position_embeddings"]),
+        "rms_norm_eps": float(raw["rms_norm_eps"]),
+        "tie_word_embeddings": ties if tied is None else bool(tied),
+        "layers": (LayerConfig(),) * int(raw["num_hidden_layers"]),
+        "attention_scale": head_dim**-0.5,
+        **more,
+    }
+    if "ropes" not in fields:
+        fields["ropes"] = (parse_rope(raw, head_dim, theta),)
+    if "activation" not in fields:
+        fields["activation"] = _activation(raw)
+    if fields["num_heads"] % fields["num_kv_heads"]:
+        raise ModelLoadError(
+            f"config.json: num_attention_heads={heads} is no multiple of num_key_value_heads={fields['num_kv_heads']}"
+        )
+    return DecoderConfig(**fields)
+
+
+def _biased(raw: Raw) -> dict[str, bool]:
+    return {"qkv_bias": bool(raw.get("attention_bias")), "o_bias": bool(raw.get("attention_bias"))}
+
+
+def _llama(raw: Raw) -> DecoderConfig:
+    _refuse(raw, "sliding_window")
+    return _decoder(raw, **_biased(raw), mlp_bias=bool(raw.get("mlp_bias")))
+
+
+def _mistral(raw: Raw) -> DecoderConfig:
+    _refuse(raw, "attention_bias", "mlp_bias", "layer_types")
+    window = int(raw["sliding_window"]) if raw.get("sliding_window") else None
+    return _decoder(raw, layers=(LayerConfig(window=window),) * int(raw["num_hidden_layers"]))
+
+
+def _qwen_layers(raw: Raw) -> tuple[LayerConfig, ...]:
+    window = int(raw["sliding_window"]) if raw.get("use_sliding_window") and raw.get("sliding_window") else None
+    if window is None and raw.get("layer_types") is None:
+        return (LayerConfig(),) * int(raw["num_hidden_layers"])
+    first = int(raw.get("max_window_layers", 28))
+    return _windowed(_layer_types(raw, lambda i: i >= first), window)
+
+
+def _qwen2(raw: Raw) -> DecoderConfig:
+    _refuse(raw, "mlp_bias")
+    return _decoder(raw, layers=_qwen_layers(raw), qkv_bias=True)
+
+
+def _qwen3(raw: Raw) -> DecoderConfig:
+    return _decoder(raw, layers=_qwen_layers(raw), qk_norm="head", **_biased(raw))
+
+
+def _gemma(raw: Raw, **more: Any) -> DecoderConfig:
+    """What Gemma 2 and 3 share. HF reads `hidden_activation`; `hidden_act` is a leftover."""
+    _refuse(raw, "use_bidirectional_attention")
+    return _decoder(
+        raw,
+        ties=True,
+        activation=_activation({"hidden_act": raw.get("hidden_activation") or "gelu_pytorch_tanh"}),
+        norms="both",
+        norm_offset=1.0,
+        attention_scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
+        embedding_multiplier=float(raw["hidden_size"]) ** 0.5,
+        logit_softcap=_cap(raw, "final_logit_softcapping"),
+        **_biased(raw),
+        **more,
+    )
+
+
+def _cap(raw: Raw, field: str) -> float | None:
+    return float(raw[field]) if raw.get(field) is not None else None
+
+
+def _gemma2(raw: Raw) -> DecoderConfig:
+    is_windowed = _layer_types(raw, lambda i: i % 2 == 0)
+    return _gemma(
+        raw,
+        layers=_windowed(is_windowed, raw.get("sliding_window")),
+        attention_softcap=_cap(raw, "attn_logit_softcapping"),
+    )
+
+
+def _gemma3(raw: Raw) -> DecoderConfig:
+    """Windowed layers rotate by a table of their own."""
+    _refuse(raw, "attn_logit_softcapping")
+    period = int(raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or 6)
+    is_windowed = _layer_types(raw, lambda i: (i + 1) % period != 0)
+    head_dim = int(raw["head_dim"])
+    entry = raw.get("rope_parameters") or {}
+    far = {**(entry.get("full_attention") or {}), **(raw.get("rope_scaling") or {})}
+    near = dict(entry.get("sliding_attention") or {})
+    far.setdefault("rope_theta", raw.get("rope_theta") or 1_000_000.0)
+    near.setdefault("rope_theta", raw.get("rope_local_base_freq") or 10_000.0)
+    layers = _windowed(is_windowed, raw.get("sliding_window"))
+    return _gemma(
+        raw,
+        ropes=(parse_rope(raw, head_dim, entry=far), parse_rope(raw, head_dim, entry=near)),
+        layers=tuple(LayerConfig(rope=int(layer.window is not None), window=layer.window) for layer in layers),
+        qk_norm="head",
+    )
+
+
+def _phi3(raw: Raw) -> DecoderConfig:
+    """Phi-3 wrote `su`, and early on `yarn`, for what became longrope."""
+    entry = rope_entry(raw)
+    if (entry.get("rope_type") or entry.get("type")) in ("su", "yarn"):
+        entry["rope_type"] = "longrope"
+    if entry.get("rope_type") == "longrope":
+        entry.setdefault("original_max_position_embeddings", 4096)
+    head_dim = int(raw["hidden_size"]) // int(raw["num_attention_heads"])
+    window = int(raw["sliding_window"]) if raw.get("sliding_window") else None
+    return _decoder(
+        raw,
+        ropes=(parse_rope(raw, head_dim, entry=entry),),
+        layers=(LayerConfig(window=window),) * int(raw["num_hidden_layers"]),
+        has_fused_tensors=True,
+    )
+
+
+def _olmo2(raw: Raw) -> DecoderConfig:
+    return _decoder(raw, norms="behind", qk_norm="row", **_biased(raw))
+
+
+def _smollm3(raw: Raw) -> DecoderConfig:
+    """`no_rope_layers` holds 1 for layers that do rotate."""
+    count = int(raw["num_hidden_layers"])
+    period = int(raw.get("no_rope_layer_interval") or 4)
+    rotates = raw.get("no_rope_layers") or [int((i + 1) % period != 0) for i in range(count)]
+    uses_window = bool(raw.get("use_sliding_window") and raw.get("sliding_window"))
+    is_windowed = [uses_window and one for one in _layer_types(raw, lambda i: not rotates[i])]
+    windowed = _windowed(is_windowed, raw.get("sliding_window"))
+    layers = tuple(LayerConfig(rope=0 if rotates[i] else None, window=layer.window) for i, layer in enumerate(windowed))
+    return _decoder(
+        raw, theta=2_000_000.0, ties=True, layers=layers, mlp_bias=bool(raw.get("mlp_bias")), **_biased(raw)
+    )
+
+
+def _granite(raw: Raw) -> DecoderConfig:
+    return _decoder(
+        raw,
+        mlp_bias=bool(raw.get("mlp_bias")),
+        embedding_multiplier=float(raw.get("embedding_multiplier", 1.0)),
+        residual_multiplier=float(raw.get("residual_multiplier", 1.0)),
+        attention_scale=float(raw.get("attention_multiplier", 1.0)),
+        logits_scaling=float(raw.get("logits_scaling", 1.0)),
+        **_biased(raw),
+    )
+
+
+def _mixtral(raw: Raw) -> DecoderConfig:
+    window = int(raw["sliding_window"]) if raw.get("sliding_window") else None
+    return _decoder(
+        raw,
+        theta=1_000_000.0,
+        layers=(LayerConfig(window=window, has_experts=True),) * int(raw["num_hidden_layers"]),
+        experts=ExpertsConfig(
+            count=int(raw["num_local_experts"]),
+            per_token=int(raw["num_experts_per_tok"]),
+            intermediate_size=int(raw["intermediate_size"]),
+            normalises=True,
+            router_name="block_sparse_moe.gate",
+            expert_name="block_sparse_moe.experts",
+            matrix_names=("w1", "w3", "w2"),
+        ),
+    )
+
+
+def _qwen3_moe(raw: Raw) -> DecoderConfig:
+    """Layers of `mlp_only_layers`, and those between the steps, have a plain MLP."""
+    count, plain = int(raw["num_hidden_layers"]), set(raw.get("mlp_only_layers") or [])
+    period = int(raw.get("decoder_sparse_step") or 1)
+    window = int(raw["sliding_window"]) if raw.get("use_sliding_window") and raw.get("sliding_window") else None
+    layers = tuple(
+        LayerConfig(window=window, has_experts=i not in plain and (i + 1) % period == 0) for i in range(count)
+    )
+    experts = ExpertsConfig(
+        count=int(raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]),
+        per_token=int(raw["num_experts_per_tok"]),
+        intermediate_size=int(raw["moe_intermediate_size"]),
+        normalises=bool(raw.get("norm_topk_prob")),
+        router_name="mlp.gate",
+        expert_name="mlp.experts",
+        matrix_names=_QWEN_MATRICES,
+    )
+    return _decoder(raw, layers=layers, qk_norm="head", experts=experts, **_biased(raw))
+
+
+FAMILIES: dict[str, Parser] = {
+    "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _mistral,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Phi3ForCausalLM": _phi3,
+    "Olmo2ForCausalLM": _olmo2,
+    "SmolLM3ForCausalLM": _smollm3,
+    "GraniteForCausalLM": _granite,
+    "MixtralForCausalLM": _mixtral,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+}
