@@ -1,11 +1,12 @@
-"""TORCH. `python -m replica.check_model FOLDER [MAX_MODEL_LEN]`: can this folder be served? One sentence if not.
+"""TORCH. `python -m replica.check_model FOLDER [--max-model-len N] [--ranks N]`: can this folder be served? One
+sentence if not.
 
 Looks at headers and shapes only, so it takes a second or two: `shoal serve` asks it before it starts anything.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from replica.errors import ShoalError
 from replica.models.decoder import read_config
 from replica.models.decoder_config import DecoderConfig
+from replica.shard import check_divides
 from replica.weights import WeightReader
 
 
@@ -41,9 +43,14 @@ def _check_tensors(reader: WeightReader) -> None:
 
 
 def main() -> int:
-    limit = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--ranks", type=int, default=1)
+    options = parser.parse_args()
     try:
-        check(Path(sys.argv[1]), limit)
+        check(options.folder, options.max_model_len)
+        check_divides(read_config(options.folder).to_cut, options.ranks)
     except ShoalError as error:
         print(error)
         return 1

@@ -51,11 +51,6 @@ def worker_group(config: EngineConfig, model_source: ModelSource, env_vars: dict
     yet. `config` is resolved.
     """
     size = config.parallel.tensor_parallel_size
-    cache = config.cache
-    if cache.kv_cache_gib is not None:  # of the replica; each rank holds its heads' part of every block
-        config = config.model_copy(
-            update={"cache": cache.model_copy(update={"kv_cache_gib": cache.kv_cache_gib / size})}
-        )
     group = ray.util.get_current_placement_group()
     assert group is not None, "a replica with ranks is deployed with placement_group_bundles"
     bundles: list[dict[str, float]] = group.bundle_specs
