@@ -30,6 +30,7 @@ class NullRunner:
     """Computes nothing: every sequence of a plan gets token 7. What is left is the way there and back."""
 
     info = _INFO
+    held_bytes = (0, 0)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return StepResult(plan.step, plan.seq_ids, [7] * len(plan.seq_ids))

@@ -54,6 +54,15 @@ def make_step_runner(config: EngineConfig, model_source: ModelSource, env_vars: 
     return RunnerProcess(make) if config.parallel.runner_placement == "process" else RunnerThread(make)
 
 
+def _write_to_the_log_of_serve() -> None:
+    """Serve gives handlers to its own logger only; what we tell of loading and of ranks would be lost."""
+    ours = logging.getLogger("replica")
+    ours.setLevel(logging.INFO)
+    for handler in logging.getLogger("ray.serve").handlers:
+        if handler not in ours.handlers:
+            ours.addHandler(handler)
+
+
 class Replica:
     """Plain class behind the deployment. `settings` makes the engine's configuration of `config`, `model_source` turns
     a model name into a folder on this node.
@@ -71,6 +80,7 @@ class Replica:
         env_vars: dict[str, str],
         role: str = Role.BOTH,
     ) -> None:
+        _write_to_the_log_of_serve()
         at_start, number = settings(config, {})
         self._resolve = partial(resolve, hardware=detect_hardware(), replicas_on_node=replicas_on_node)
         self._settings = partial(settings, config)

@@ -130,6 +130,8 @@ class FakeModelRunner:
         self._kv = [0] * (num_blocks * block_size)
         self._known: dict[int, _Known] = {}
         self._last: StepResult | None = None
+        #: of weights and KV, as every rank says
+        self.held_bytes = (0, 0)
 
     @property
     def info(self) -> RunnerInfo:

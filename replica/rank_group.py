@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import msgspec
+
 from replica import group_health
 from replica.errors import EngineError, InvalidRequestError, RanksLostError, ShoalError
 from replica.group_health import RankSign, StepLimits, StepSign
@@ -33,6 +35,7 @@ LEAVE_S = 5.0
 MAX_ATTEMPTS = 3
 #: what a rank may take from its launch to its first word: a process, and imports
 HELLO_S = 120.0
+MIB = 1 << 20
 #: the slowest rank has not read a frame: look again so soon
 _ROOM_S = 0.001
 
@@ -273,7 +276,7 @@ class RankGroup:
 
     def _lose(self, why: str) -> None:
         """The generation is over: whoever waits for the step is told, survivors leave, `recover` does the rest."""
-        logger.warning("%s; what runs is given back and the group starts again", why)
+        logger.warning("all that runs is given back, and the ranks begin again, because %s", why)
         self.is_lost = True
         self._end_generation(why)
         self.on_loss()
@@ -296,4 +299,6 @@ class RankGroup:
     def _info(self) -> RunnerInfo:
         info = self._seats[0].info
         assert info is not None, "all are ready"
-        return info
+        held = [f"{weights / MIB:.1f}+{kv / MIB:.1f}" for weights, kv in (seat.held_bytes for seat in self._seats)]
+        text = f"{self._size} ranks, MiB of weights+KV on each: {' '.join(held)}; {info.description}"
+        return msgspec.structs.replace(info, description=text)

@@ -56,6 +56,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     generation: int
     info: RunnerInfo
+    #: bytes of weights and of KV that it holds
+    held_bytes: tuple[int, int] = (0, 0)
 
 
 class NotReady(msgspec.Struct, frozen=True, tag="not_ready"):

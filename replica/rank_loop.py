@@ -45,6 +45,9 @@ logger = logging.getLogger(__name__)
 class RankRunner(ModelRunner, Protocol):
     """A model runner that holds one rank's part."""
 
+    #: of weights and of KV
+    held_bytes: tuple[int, int]
+
     def adopt(self, result: StepResult) -> None:
         """Told to all ranks but 0, before the next plan: the tokens that rank 0 chose in the last step."""
         ...
@@ -233,7 +236,7 @@ class Rank:
             logger.exception("rank %d did not get ready", self._rank)
             self._tell(NotReady(order.generation, type(error).__name__, str(error) or repr(error)))
             return False
-        self._tell(Ready(order.generation, self._runner.info))
+        self._tell(Ready(order.generation, self._runner.info, self._runner.held_bytes))
         return True
 
     def _step_until_over(self, reader: FrameReader | None) -> None:

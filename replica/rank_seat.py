@@ -74,6 +74,7 @@ class RankSeat:
         #: it raised before it was ready
         self.error: ShoalError | None = None
         self.info: RunnerInfo | None = None
+        self.held_bytes = (0, 0)
         #: the last generation that it was told of, led, was asked to join, was ready in, left
         self._told = self.led = self._joined = self.ready = self._left = 0
         self.place = ("", 0)
@@ -200,6 +201,7 @@ class RankSeat:
                 if self.info is None:
                     logger.info("%s: loaded after %.1f s", self, time.monotonic() - self._began)
                 self.ready, self.info, self.failed = message.generation, message.info, ""
+                self.held_bytes = message.held_bytes
             case NotReady(generation=generation) if generation == self._told:
                 self.error = _CLASSES.get(message.error, EngineError)(f"{self}: {message.text}")
             case StepFailed():

@@ -135,3 +135,4 @@ class PacedRank(PacedRunner):
         super().__init__(runner)
         self.adopt = runner.adopt
         self.begin_anew = runner.begin_anew
+        self.held_bytes = runner.held_bytes

@@ -29,6 +29,7 @@ class Worker:
 
     def run(self, rank: int, size: int, endpoint: Endpoint, config: EngineConfig, model_source: ModelSource) -> None:
         """Blocks until the replica says stop. `config` is resolved, equal on all ranks."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
         node = ray.get_runtime_context().get_node_id()
         make_meeting: Callable[[Callable[[bool], None]], Meeting] = NoMeeting
         make_runner: Callable[[Meeting, bool], RankRunner] = partial(_fake_rank, config)
