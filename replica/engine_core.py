@@ -198,8 +198,8 @@ class EngineCore:
         ERROR, the rest with MOVED. Routers continue both elsewhere.
         """
         progress = self.scheduler.fail_step(now)
+        self._grammars = GrammarGate()  # what was compiled may be gone as well
         for sequence in self.scheduler.living():
-            self._grammars.drop(sequence)
             self.scheduler.abort(sequence, FinishReason.MOVED, now)
             progress.append(Progress(sequence, [], FinishReason.MOVED))
         self.blocks.clear_cache()

@@ -102,7 +102,9 @@ class RankGroup:
         return future
 
     async def prepare_grammar(self, grammar: str) -> None:
-        """On rank 0, beside the steps. Raises InvalidRequestError."""
+        """On rank 0, beside the steps. Raises InvalidRequestError, and RanksLostError if it is gone."""
+        if not self._is_stepping:
+            raise RanksLostError(self._why)
         done = self._loop.create_future()
         self._next_grammar_id += 1
         self._grammars[self._next_grammar_id] = done
