@@ -17,7 +17,7 @@ BEAT_S = 0.1
 LOOK_S = 0.1
 #: silent for longer: ask the kernel whether it is stopped. With the two above: noticed within 0.5 s
 ASK_AFTER_S = 0.3
-#: silent for longer, not stopped: lost all the same. Measured with six busy processes on two cores: up to 0.4 s
+#: silent for longer, not stopped: lost all the same. Measured beside six busy processes on two cores: at most 0.27 s
 STARVED_S = 5.0
 #: while a rank imports, reads weights or joins its peers it may hold the interpreter for longer
 STARVED_AT_START_S = 120.0
