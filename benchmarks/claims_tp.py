@@ -70,6 +70,9 @@ def equal(full: bool) -> Iterator[tuple[str, Measured]]:
                 )
                 bound = rank_equality.NEAR
                 yield f"{name}.{found.num_ranks}", Measured(found.farthest, "from the best", bound, note=note)
+                if found is not first:
+                    apart = Measured(found.apart(first), "logprobs apart", bound)
+                    yield f"{name}.{found.num_ranks}.apart", apart
 
 
 @claim("tp.scale")
@@ -82,8 +85,9 @@ def scale(full: bool) -> Iterator[tuple[str, Measured]]:
             single = single or found.tokens_per_s
             note = (
                 f"{found.tokens_per_s:.0f} tokens/s; {found.num_failed} failed; router {found.router_cores:.2f} of a "
-                f"core, {found.router_us_per_token:.0f} us a token (on a whole one: "
-                f"{1e6 / found.router_us_per_token:.0f} tokens/s); in all {found.all_cores:.2f} of {os.cpu_count()} cores"
+                f"core, {found.router_us_per_token:.0f} us a token (whole: "
+                f"{1e6 / found.router_us_per_token:.0f} tokens/s); "
+                f"in all {found.all_cores:.2f} of {os.cpu_count()} cores"
             )
             share = found.tokens_per_s / (num_replicas * single)
             name = f"{num_replicas}.streamed" if is_streamed else f"{num_replicas}"

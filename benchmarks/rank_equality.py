@@ -29,12 +29,18 @@ class RankResult(msgspec.Struct, frozen=True):
     outputs: list[list[int]]
     #: the largest distance of a token of the reference from the best one
     farthest: float
+    #: logprobs of the tokens of the reference, all outputs in turn
+    logprobs: list[float]
     weights_mib: list[float]
     kv_mib: list[float]
 
     def num_different(self, reference: RankResult) -> int:
         """Outputs that are not the same tokens."""
         return sum(mine != its for mine, its in zip(self.outputs, reference.outputs, strict=True))
+
+    def apart(self, reference: RankResult) -> float:
+        """The largest difference of a logprob."""
+        return max(abs(mine - its) for mine, its in zip(self.logprobs, reference.logprobs, strict=True))
 
 
 def measure(model: str, sizes: tuple[int, ...], vocab_size: int, num_prompts: int) -> list[RankResult]:
@@ -52,11 +58,12 @@ def measure(model: str, sizes: tuple[int, ...], vocab_size: int, num_prompts: in
         ):
             outputs = [_generate(client, prompt) for prompt in prompts]
             forced = found[0].outputs if found else outputs
-            farthest = max(_distance(client, p, o) for p, o in zip(prompts, forced, strict=True))
+            told = [one for p, o in zip(prompts, forced, strict=True) for one in _force(client, p, o)]
             description = client.get("/status").json()["replicas"][0]["description"]
         pairs = re.findall(r"([\d.]+)\+([\d.]+)", description.partition(";")[0])
         weights, kv = [float(w) for w, _ in pairs], [float(k) for _, k in pairs]
-        found.append(RankResult(size, outputs, farthest, weights, kv))
+        farthest = max(best - logprob for best, logprob in told)
+        found.append(RankResult(size, outputs, farthest, [logprob for _, logprob in told], weights, kv))
     return found
 
 
@@ -67,13 +74,12 @@ def _generate(client: httpx.Client, prompt: list[int]) -> list[int]:
     return token_ids
 
 
-def _distance(client: httpx.Client, prompt: list[int], output: list[int]) -> float:
-    """The largest distance over `output`, whatever would have been chosen there."""
+def _force(client: httpx.Client, prompt: list[int], output: list[int]) -> list[tuple[float, float]]:
+    """Logprobs of the best token and of the one in `output`, whatever would have been chosen there."""
     body = {"model": "m", "prompt": prompt + output, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
     answer = client.post("/v1/completions", json=body).json()
     told: list[dict[str, Any]] = answer["choices"][0]["prompt_logprobs"][len(prompt) :]
-    distances = [
-        max(entry["logprob"] for entry in position.values()) - position[str(token_id)]["logprob"]
+    return [
+        (max(entry["logprob"] for entry in position.values()), position[str(token_id)]["logprob"])
         for position, token_id in zip(told, output, strict=True)
     ]
-    return float(max(distances))

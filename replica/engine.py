@@ -78,7 +78,12 @@ class Engine:
 
     async def start(self) -> None:
         """Load the model, then step whenever there is work. Raises what loading raises."""
-        self.core = EngineCore(self._config, await self._runner.start())
+        try:
+            info = await self._runner.start()
+        except BaseException:
+            await self._runner.close()  # some of its ranks may be there already
+            raise
+        self.core = EngineCore(self._config, info)
         self._idle.set()
         self._tasks = [
             asyncio.create_task(self._run(), name="shoal-step-loop"),
