@@ -131,14 +131,14 @@ WAYS = (
 )
 
 
-def make_items(num_prompts: int, num_tokens: int, seed: int = 11) -> list[Item]:
+def make_items(num_prompts: int, num_tokens: int, seed: int = 11, vocab: tuple[int, int] = (1000, 40000)) -> list[Item]:
     """Varied prompts: lengths 1 to 300, some sharing long prefixes; half greedy, half sampled in different ways."""
     rng = random.Random(seed)
-    shared = [rng.randrange(1000, 40000) for _ in range(160)]
+    shared = [rng.randrange(*vocab) for _ in range(160)]
     items = []
     for number in range(num_prompts):
         length = rng.choice([1, 3, 15, 16, 17, 40, 64, 100, 180, 300])
-        own = [rng.randrange(1000, 40000) for _ in range(length)]
+        own = [rng.randrange(*vocab) for _ in range(length)]
         prompt = shared[: rng.choice([48, 100, 160])] + own[:40] if number % 4 == 3 else own
         sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         if number % 2:

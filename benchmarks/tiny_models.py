@@ -92,7 +92,7 @@ TINY_MODELS: dict[str, TinyModel] = {
             },
         },
     ),
-    "phi3": TinyModel("Phi3Config", _LONGROPE),
+    "phi3": TinyModel("Phi3Config", {**_LONGROPE, "original_max_position_embeddings": 256}),
     "olmo2": TinyModel("Olmo2Config"),
     "smollm3": TinyModel(
         "SmolLM3Config", {"num_hidden_layers": 4, "use_sliding_window": True, "sliding_window": _WINDOW}
@@ -136,12 +136,16 @@ def make(folder: Path, name: str, **changes: Any) -> Path:
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(sum(name.encode()))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for path, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() > 1:
                 parameter.copy_(noise * 2 * parameter.shape[-1] ** -0.5)
             else:  # norms stay near what they start with, biases near nothing
                 parameter.add_(noise * 0.2)
+            if "post_" in path and "Gemma" in tiny.config_class:
+                # Gemma's embedding is tied and comes in times 8: layers have to weigh something beside it, or each
+                # token is its own likeliest follower whatever they compute
+                parameter.add_(4)
     model.save_pretrained(folder)
     write_tokenizer(folder)
     return folder

@@ -38,8 +38,8 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class LayerVectors:
-    """This rank's part of a layer's norms and biases, in float32; None where there is none. `o_bias` and `down_bias` are
-    whole, to be added once to the sum of the ranks.
+    """This rank's part of a layer's norms and biases, in float32; None where there is none. `o_bias` and `down_bias`
+    are whole, to be added once to the sum of the ranks.
     """
 
     qkv_bias: torch.Tensor | None

@@ -21,6 +21,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+_SIZES = {
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 1 << 16,
+    "vocab_size": 1 << 26,
+    "max_position_embeddings": 1 << 28,
+}
 _QWEN_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -34,12 +42,21 @@ def parse(raw: Raw) -> DecoderConfig | None:
         raise ModelLoadError(f"config.json: quantization_config is not supported (quant_method={method!r})")
     if raw.get("add_cross_attention") or raw.get("is_encoder_decoder"):
         raise ModelLoadError("config.json: encoder-decoder models are not supported")
+    _check_sizes(raw)
     try:
         return parser(raw)
     except KeyError as error:
         raise ModelLoadError(f"config.json: field {error} is missing") from error
-    except (TypeError, ValueError, IndexError) as error:
+    except (TypeError, ValueError, IndexError, ArithmeticError) as error:
         raise ModelLoadError(f"config.json: a field has a value of the wrong kind: {error}") from error
+
+
+def _check_sizes(raw: Raw) -> None:
+    """What everything else is counted by, within what a machine can hold."""
+    for field, most in _SIZES.items():
+        value = raw.get(field, 1)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise ModelLoadError(f"config.json: {field}={value!r} is no whole number from 1 to {most}")
 
 
 def _activation(raw: Raw, field: str = "hidden_act") -> Activation:
@@ -68,6 +85,10 @@ def _layer_types(raw: Raw, otherwise: Callable[[int], bool]) -> list[bool]:
             f"of {count} layers"
         )
     return [name == "sliding_attention" for name in types]
+
+
+def _window(raw: Raw) -> int | None:
+    return int(raw["sliding_window"]) if raw.get("sliding_window") else None
 
 
 def _windowed(is_windowed: list[bool], window: int | None) -> tuple[LayerConfig, ...]:
@@ -119,16 +140,15 @@ def _llama(raw: Raw) -> DecoderConfig:
 
 def _mistral(raw: Raw) -> DecoderConfig:
     _refuse(raw, "attention_bias", "mlp_bias", "layer_types")
-    window = int(raw["sliding_window"]) if raw.get("sliding_window") else None
-    return _decoder(raw, layers=(LayerConfig(window=window),) * int(raw["num_hidden_layers"]))
+    layers = (LayerConfig(window=_window(raw)),) * int(raw["num_hidden_layers"])
+    return _decoder(raw, layers=layers)
 
 
 def _qwen_layers(raw: Raw) -> tuple[LayerConfig, ...]:
-    window = int(raw["sliding_window"]) if raw.get("use_sliding_window") and raw.get("sliding_window") else None
-    if window is None and raw.get("layer_types") is None:
-        return (LayerConfig(),) * int(raw["num_hidden_layers"])
-    first = int(raw.get("max_window_layers", 28))
-    return _windowed(_layer_types(raw, lambda i: i >= first), window)
+    window = _window(raw)
+    window = window if raw.get("use_sliding_window") else None
+    first = int(raw.get("max_window_layers") or 28)
+    return _windowed(_layer_types(raw, lambda i: window is not None and i >= first), window)
 
 
 def _qwen2(raw: Raw) -> DecoderConfig:
@@ -198,11 +218,10 @@ def _phi3(raw: Raw) -> DecoderConfig:
     if entry.get("rope_type") == "longrope":
         entry.setdefault("original_max_position_embeddings", 4096)
     head_dim = int(raw["hidden_size"]) // int(raw["num_attention_heads"])
-    window = int(raw["sliding_window"]) if raw.get("sliding_window") else None
     return _decoder(
         raw,
         ropes=(parse_rope(raw, head_dim, entry=entry),),
-        layers=(LayerConfig(window=window),) * int(raw["num_hidden_layers"]),
+        layers=(LayerConfig(window=_window(raw)),) * int(raw["num_hidden_layers"]),
         has_fused_tensors=True,
     )
 
@@ -238,11 +257,10 @@ def _granite(raw: Raw) -> DecoderConfig:
 
 
 def _mixtral(raw: Raw) -> DecoderConfig:
-    window = int(raw["sliding_window"]) if raw.get("sliding_window") else None
     return _decoder(
         raw,
         theta=1_000_000.0,
-        layers=(LayerConfig(window=window, has_experts=True),) * int(raw["num_hidden_layers"]),
+        layers=(LayerConfig(window=_window(raw), has_experts=True),) * int(raw["num_hidden_layers"]),
         experts=ExpertsConfig(
             count=int(raw["num_local_experts"]),
             per_token=int(raw["num_experts_per_tok"]),
@@ -259,7 +277,8 @@ def _qwen3_moe(raw: Raw) -> DecoderConfig:
     """Layers of `mlp_only_layers`, and those between the steps, have a plain MLP."""
     count, plain = int(raw["num_hidden_layers"]), set(raw.get("mlp_only_layers") or [])
     period = int(raw.get("decoder_sparse_step") or 1)
-    window = int(raw["sliding_window"]) if raw.get("use_sliding_window") and raw.get("sliding_window") else None
+    window = _window(raw)
+    window = window if raw.get("use_sliding_window") else None
     layers = tuple(
         LayerConfig(window=window, has_experts=i not in plain and (i + 1) % period == 0) for i in range(count)
     )

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -47,8 +47,8 @@ class Together:
         return result
 
 
-def run_on_ranks(size: int, config: EngineConfig, folder: Path, work: Work, **runner: Any) -> tuple[Any, list[Any]]:
-    """What `work(rank 0's runner)` returned, and each rank's `(description, bytes of weights and pool)`."""
+def run_on_ranks(size: int, config: EngineConfig, folders: Sequence[Path], work: Work) -> list[list[Any]]:
+    """For each folder: what `work(rank 0's runner)` returned, and then each rank's (bytes of weights, of the pool)."""
     context = multiprocessing.get_context("spawn")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -57,7 +57,7 @@ def run_on_ranks(size: int, config: EngineConfig, folder: Path, work: Work, **ru
     processes: list[BaseProcess] = []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        args = (theirs, Shard(rank, size), port, config, folder, work if rank == 0 else None, runner)
+        args = (theirs, Shard(rank, size), port, config, folders, work)
         process: BaseProcess = context.Process(target=_rank_main, args=args, daemon=True)
         process.start()
         theirs.close()
@@ -72,7 +72,7 @@ def run_on_ranks(size: int, config: EngineConfig, folder: Path, work: Work, **ru
     for answer in answers:
         if isinstance(answer, str):
             raise AssertionError(answer)
-    return answers[0][0], [answer[1] for answer in answers]
+    return [[answers[0][i][0], *(answer[i][1] for answer in answers)] for i in range(len(folders))]
 
 
 def _tell(message: object) -> None:
@@ -86,29 +86,26 @@ def _hear() -> Any:
 
 
 def _rank_main(
-    end: Connection,
-    shard: Shard,
-    port: int,
-    config: EngineConfig,
-    folder: Path,
-    work: Work | None,
-    options: dict[str, Any],
+    end: Connection, shard: Shard, port: int, config: EngineConfig, folders: Sequence[Path], work: Work
 ) -> None:
     try:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         torch.distributed.init_process_group("gloo", rank=shard.rank, world_size=shard.size)
         group = torch.distributed.group.WORLD
         assert group is not None
-        runner = TorchModelRunner(config, folder, shard=shard, collective=GroupCollective(group), **options)
-        answer = None
-        if work is not None:
-            answer = work(Together(runner))
-            _tell(None)
-        else:
-            while (plan := _hear()) is not None:
-                runner.execute(plan)
-                runner.adopt(_hear())
-        end.send((answer, (runner.info.description, runner.held_bytes)))
+        answers = []
+        for folder in folders:
+            runner = TorchModelRunner(config, folder, shard=shard, collective=GroupCollective(group))
+            answer = None
+            if shard.rank == 0:
+                answer = work(Together(runner))
+                _tell(None)
+            else:
+                while (plan := _hear()) is not None:
+                    runner.execute(plan)
+                    runner.adopt(_hear())
+            answers.append((answer, runner.held_bytes))
+        end.send(answers)
         torch.distributed.destroy_process_group()
     except BaseException:
         end.send(traceback.format_exc())

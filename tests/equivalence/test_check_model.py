@@ -39,7 +39,11 @@ def test_a_good_folder_passes(good: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "(?i)qwen2"),
+        ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}, "q_proj.bias is missing"),
+        (
+            {"architectures": ["SomethingForCausalLM"], "model_type": "something"},
+            "SomethingForCausalLM is not supported",
+        ),
         ({"num_hidden_layers": 31}, "layers.30"),
         ({"vocab_size": 100}, "shape"),
     ],

@@ -188,9 +188,9 @@ def test_broken_plans_are_refused(make_runner: MakeRunner) -> None:
 
 def test_wrong_folders_and_settings(tmp_path: Path, tiny: Path) -> None:
     for name, changes, sentence in (
-        ("gpt2", {"architectures": ["GPT2LMHeadModel"]}, "architecture GPT2LMHeadModel is not supported"),
-        ("bias", {"attention_bias": True}, "attention_bias"),
-        ("yarn", {"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ("t5", {"architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration is not supported"),
+        ("bias", {"attention_bias": True}, "q_proj.bias is missing"),
+        ("spiral", {"rope_scaling": {"rope_type": "spiral"}}, "rope type 'spiral' is not supported"),
     ):
         with pytest.raises(ModelLoadError, match=sentence):
             TorchModelRunner(make_config("float32", 16, 8), write_tiny_model(tmp_path / name, **changes))
