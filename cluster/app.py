@@ -13,6 +13,7 @@ from ray import serve
 from cluster import __version__, live_knobs, model_store
 from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.serve_env import SERVE_ENV
+from cluster.serve_logs import join_serve_logs
 from replica.deployment import replica_deployment
 from router.deployment import router_deployment
 
@@ -38,6 +39,7 @@ def build_from(config: ClusterConfig) -> serve.Application:
         request_router_class="router.membership:Membership",
         bundles=config.bundles,
         bundle_strategy=config.rank_placement,
+        set_up_logs=join_serve_logs,
     )
     return router_deployment(
         replicas,
@@ -61,6 +63,7 @@ def build_from(config: ClusterConfig) -> serve.Application:
         config=config.model_dump(),
         live=live_knobs.router_settings,
         chat_template=config.chat_template,
+        set_up_logs=join_serve_logs,
     )
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -40,13 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return int(options.run(options))
+        code = int(options.run(options))
+        sys.stdout.flush()  # here, where somebody catches that nobody reads
+        return code
     except ConfigError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 2
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has enough: `shoal why | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is written at exit
+        return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status, parser=status)
     why = commands.add_parser("why", help="where the time of a request went; without an id: what waits for what")
     _add_address(why)
-    why.add_argument("request_id", nargs="?", help="the id in the answer, e.g. chatcmpl-...")
+    why.add_argument("request_id", nargs="?", help="the id in the answer (chatcmpl-...), or its X-Request-Id")
     why.add_argument("--limit", type=int, default=50, help="most lines without an id, default 50")
     why.add_argument("--api-key", help="bearer key, if the cluster wants one")
     why.add_argument("--json", action="store_true", help="machine-readable")
@@ -128,12 +136,14 @@ def config_overrides(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _assignments(items: Sequence[str], name: str = "") -> dict[str, Any]:
-    """KEY=VALUE, the value as in YAML."""
-    found = {}
+    """KEY=VALUE, the value as in YAML, each key once."""
+    found: dict[str, Any] = {}
     for item in items:
         key, separator, text = item.partition("=")
         if not separator or not key:
             raise ConfigError(f"{name}{item!r}: expected KEY=VALUE")
+        if key in found:
+            raise ConfigError(f"{name}{item!r}: {key} is given twice; allowed: once")
         try:
             found[key] = yaml.safe_load(text)
         except yaml.YAMLError:
@@ -210,16 +220,12 @@ def _set(options: argparse.Namespace) -> int:
         found = in_force()
         wanted = live_knobs.changed(found.now, values)
         started = time.monotonic()
-        num_routers, num_replicas = put_in_force(found.start, wanted)
+        confirmed = put_in_force(found, wanted, values)
         took_s = time.monotonic() - started
-    before, after = dict(live_knobs.flat_values(found.now)), dict(live_knobs.flat_values(wanted))
-    for key in values:
-        print(f"{key}: {_shown(before[key])} -> {_shown(after[key])}")
-    print(
-        f"configuration {live_knobs.number_of(wanted):08x} is in force at {num_replicas} replica(s) and "
-        f"{num_routers} router(s) after {took_s:.1f} s",
-        file=sys.stderr,
-    )
+    print("\n".join(live_knobs.told_changes(found.now, wanted, values)))
+    print(confirmed.sentence(took_s), file=sys.stderr)
+    for sentence in live_knobs.warnings(found.now, wanted):
+        print(f"shoal: warning: {sentence}", file=sys.stderr)
     return 0
 
 
@@ -247,15 +253,12 @@ def _get(options: argparse.Namespace) -> int:
     resolved = {f"scheduler.{name}": value for name, value in found.resolved.items()}
     for key, value in rows.items():
         filled = f" ({resolved[key]})" if value is None and key in resolved else ""
-        print(f"{key:<46} {_shown(value) + filled:<24} {'live' if key in live_knobs.LIVE else 'needs a restart'}")
+        when = "live" if key in live_knobs.LIVE else "needs a restart"
+        print(f"{key:<46} {live_knobs.shown(value) + filled:<24} {when}")
     print(f"configuration {live_knobs.number_of(found.now):08x}", file=sys.stderr)
     for sentence in found.refused:
         print(f"shoal: the last user_config is refused: {sentence}", file=sys.stderr)
     return 0
-
-
-def _shown(value: object) -> str:
-    return "auto" if value is None else str(value)
 
 
 def _model(options: argparse.Namespace) -> int:

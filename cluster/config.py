@@ -72,7 +72,9 @@ class HttpConfig(FrozenModel):
 class ClusterConfig(FrozenModel):
     """Everything `shoal serve`, `serve run cluster.app:build` and the Kubernetes manifest need."""
 
-    model: str = Field("smollm2-135m-instruct", description="A built-in name, a model folder, or a .gguf file.")
+    model: str = Field(
+        "smollm2-135m-instruct", description="A built-in name, a model folder, a .gguf file, or a Hugging Face id."
+    )
     served_model_name: str | None = Field(None, description="Name clients use. auto: the model's own.")
     dtype: DType = Field("auto", description="auto: bfloat16 where the device computes in it, else float32.")
     max_model_len: int | None = Field(None, ge=16, description="Longest prompt + output. auto: the model's context.")
@@ -101,7 +103,7 @@ class ClusterConfig(FrozenModel):
     drain_s: float = Field(
         30, ge=0, le=3600, description="How long a stopping replica lets requests end before it moves them."
     )
-    longest_stream_s: float = Field(600, gt=0, description="How long a stopping router lets streams end.")
+    longest_stream_s: float = Field(600, gt=0, le=604_800, description="How long a stopping router lets streams end.")
     router: RouterConfig = RouterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_cache: CacheConfig = CacheConfig()
@@ -186,6 +188,19 @@ def load(source: Mapping[str, Any] | str | Path | None, overrides: Mapping[str, 
         raise ConfigError("\n".join(_sentence(item) for item in error.errors())) from None
 
 
+class _EachKeyOnce(yaml.SafeLoader):
+    """YAML forbids a key twice in a mapping; the library would silently take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given twice", problem_mark=key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if source is None:
         return {}
@@ -193,7 +208,7 @@ def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
     path = Path(source)
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.load(path.read_text(), _EachKeyOnce)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:

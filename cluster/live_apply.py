@@ -12,22 +12,23 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
 from cluster.config import ClusterConfig
-from cluster.live_knobs import lay_over, number_of, overlay_of
+from cluster.live_confirm import SETTLE_S, Confirmation, Confirmed, Held, Seen
+from cluster.live_knobs import lay_over, overlay_of
 from cluster.process_sweep import running_drivers
 from cluster.serve import check_ray_address, set_environment
-from replica.errors import ShoalError
+from replica.errors import ConfigError, ShoalError
 
 #: how long a single question to all routers or replicas may take
 _ASK_S = 10.0
-#: how long all may take until they say that a change is in force
-_CONFIRM_S = 60.0
+#: the same while a change is confirmed: one that is stopped must not keep the others' news from us for long
+_ASK_AGAIN_S = 3.0
 _DEPLOYMENTS = ("Replica", "Router")
 
 Answers = list[dict[str, Any]]
@@ -42,6 +43,8 @@ class InForce(msgspec.Struct, frozen=True):
     resolved: Mapping[str, Any]
     #: sentences of those who could not take the last `user_config`
     refused: list[str]
+    #: what Serve's controller held as this was found
+    held: Held
 
 
 @contextmanager
@@ -73,22 +76,30 @@ def attached(address: str | None, port: int) -> Iterator[None]:
 def in_force() -> InForce:
     """What the routers and replicas of the application go by. Raises ShoalError if there is none."""
     _check_running()
-    routers, replicas = _ask("Router"), _ask("Replica")
+    held = _settled_held()
+    routers, replicas = _ask("Router", _ASK_S), _ask("Replica", _ASK_S)
     if not routers or not replicas:
         raise ShoalError(f"{len(routers)} routers and {len(replicas)} replicas answer; at least one of each is needed")
     first = routers[0]
     refused = sorted({answer["refused"] for answer in [*routers, *replicas] if answer["refused"]})
-    now = lay_over(first["start"], first["overlay"])
-    return InForce(first["start"], now, replicas[0]["scheduler"], refused)
+    try:
+        # not what a router says: a change may be on its way, and the next one must not undo it
+        now = lay_over(first["start"], first["overlay"] if refused else held.overlays["Router"])
+    except ConfigError:  # it came by a file, and no router has refused it yet
+        now = lay_over(first["start"], first["overlay"])
+    return InForce(first["start"], now, replicas[0]["scheduler"], refused, held)
 
 
-def put_in_force(start: Mapping[str, Any], wanted: ClusterConfig) -> tuple[int, int]:
-    """Give `wanted`, which differs from `start` in live keys only, to all. Returns how many routers and replicas
-    confirmed it: all that should be there. Raises ShoalError.
+def put_in_force(found: InForce, wanted: ClusterConfig, keys: Iterable[str]) -> Confirmed:
+    """Give `wanted`, which differs from `found.now` in live keys only, to all, and wait until they have confirmed it.
+    Raises ShoalError, also if another change came in between, or later with other values of `keys`.
     """
     _refuse_declared()
-    _submit(overlay_of(lay_over(start, {}), wanted))
-    return _confirm(number_of(wanted))
+    confirmation = Confirmation(found.start, found.now, wanted, keys, time.monotonic())
+    # the controller does not compare and set: of two commands within a few milliseconds both pass here
+    confirmation.check_base(found.held, _held())
+    _submit(overlay_of(lay_over(found.start, {}), wanted))
+    return _confirm(confirmation)
 
 
 def _local_address(port: int) -> str:
@@ -147,7 +158,7 @@ def _submit(overlay: Mapping[str, Any]) -> None:
     client = _client()
     deployments = []
     for name in _DEPLOYMENTS:
-        info, route = client.get_deployment_info(name, APP_NAME)  # the route is not in the info; without it: 404
+        info, route = _info(name)  # the route is not in the info; without it: 404
         info.deployment_config.user_config = dict(overlay)
         arguments = get_deploy_args(
             name,
@@ -171,37 +182,72 @@ def _submit(overlay: Mapping[str, Any]) -> None:
     ray.get(client._controller.deploy_applications.remote({APP_NAME: deployments}, {APP_NAME: application}))
 
 
-def _confirm(number: int) -> tuple[int, int]:
-    """Wait until all processes that should be there say that this is what they go by."""
+def _confirm(confirmation: Confirmation) -> Confirmed:
+    """Ask until all who are up say that this is what they go by."""
     pause = threading.Event()
-    end = time.monotonic() + _CONFIRM_S
     while True:
-        counts, missing = [], []
-        for name in _DEPLOYMENTS:
-            answers = _ask(name)
-            having = sum(answer["number"] == number for answer in answers)
-            counts.append(having)
-            wanted = max(_num_wanted(name), len(answers))
-            if having < wanted:
-                missing.append(f"{name}: {having} of {wanted}")
-        if not missing:
-            return counts[1], counts[0]
-        if time.monotonic() > end:
-            raise ShoalError(
-                f"after {_CONFIRM_S:g} s not everybody has confirmed ({', '.join(missing)}); whoever starts anew, and "
-                "whoever answers again, will have the new values"
-            )
+        held = _held()
+        # before anybody is asked, who may take long to answer
+        if confirmation.follow(held, time.monotonic()):
+            seen = [_look(name) for name in _DEPLOYMENTS]
+            if (confirmed := confirmation.judge(held, seen, time.monotonic())) is not None:
+                return confirmed
         pause.wait(0.05)
 
 
-def _num_wanted(deployment: str) -> int:
+def _held() -> Held:
+    """Raises ShoalError when the application is gone."""
+    # in this order: the controller marks an application as it gets a change, and unmarks it with the next turn of its
+    # loop or later, which is when `_info` begins to tell the change
+    is_settled = _status().status != "DEPLOYING"
+    return Held({name: _overlay_in(_info(name)[0]) for name in _DEPLOYMENTS}, is_settled)
+
+
+def _settled_held() -> Held:
+    """The same when nothing is on its way inside the controller, or after a while: something else may be starting."""
+    pause, end = threading.Event(), time.monotonic() + SETTLE_S
+    while not (held := _held()).is_settled and time.monotonic() < end:
+        pause.wait(0.05)
+    return held
+
+
+def _look(name: str) -> Seen:
+    answers = _ask(name, _ASK_AGAIN_S)
+    deployment = _status().deployments[name]
+    starting = sum(count for state, count in deployment.replica_states.items() if state == "STARTING")
+    return Seen(name, int(_info(name)[0].deployment_config.num_replicas), starting, answers)
+
+
+def _status() -> Any:
+    """Of the application, as Serve tells it. Raises ShoalError when it is gone."""
+    from ray import serve
+
     from cluster.app import APP_NAME
 
-    info, _ = _client().get_deployment_info(deployment, APP_NAME)
-    return int(info.deployment_config.num_replicas)
+    application = serve.status().applications.get(APP_NAME)
+    if application is None:
+        raise ShoalError(f"the application {APP_NAME!r} is gone")
+    return application
 
 
-def _ask(deployment: str) -> Answers:
+def _info(deployment: str) -> tuple[Any, str | None]:
+    """What the controller holds of it, and its route. Raises ShoalError when the application is gone."""
+    from ray.exceptions import RayError
+
+    from cluster.app import APP_NAME
+
+    try:
+        info, route = _client().get_deployment_info(deployment, APP_NAME)
+    except (RayError, KeyError) as error:
+        raise ShoalError(f"the application {APP_NAME!r} is gone, or Serve's controller does not answer") from error
+    return info, route
+
+
+def _overlay_in(info: Any) -> Mapping[str, Any]:
+    return dict(info.deployment_config.user_config or {})
+
+
+def _ask(deployment: str, timeout_s: float) -> Answers:
     """`configuration()` of each process of a deployment; those that do not answer in time are left out."""
     from ray import serve
 
@@ -209,7 +255,7 @@ def _ask(deployment: str) -> Answers:
 
     handle = serve.get_deployment_handle(deployment, APP_NAME)
     try:
-        answers = handle.broadcast("configuration").results(timeout_s=_ASK_S, return_exceptions=True)
+        answers = handle.broadcast("configuration").results(timeout_s=timeout_s, return_exceptions=True)
     except Exception:  # nobody is up, or one of them does not answer: whoever waits asks again
         return []
     return [answer for answer in answers if isinstance(answer, dict)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel
@@ -73,6 +73,46 @@ def overlay_of(start: ClusterConfig, wanted: ClusterConfig) -> dict[str, Any]:
             section, _, name = key.partition(".")
             overlay.setdefault(section, {})[name] = after[key]
     return overlay
+
+
+def differences(before: ClusterConfig, after: ClusterConfig) -> list[tuple[str, Any, Any]]:
+    """Live keys whose values differ, with both values."""
+    old, new = dict(flat_values(before)), dict(flat_values(after))
+    return [(key, old[key], new[key]) for key in old if key in LIVE and old[key] != new[key]]
+
+
+def shown(value: object) -> str:
+    """A value as `shoal get` prints it and `shoal set` takes it."""
+    return "auto" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def told_changes(before: ClusterConfig, after: ClusterConfig, keys: Iterable[str]) -> list[str]:
+    """A line for each of `keys`."""
+    old, new = dict(flat_values(before)), dict(flat_values(after))
+    return [
+        f"{key}: already {shown(new[key])}"
+        if old[key] == new[key]
+        else f"{key}: {shown(old[key])} -> {shown(new[key])}"
+        for key in keys
+    ]
+
+
+def warnings(before: ClusterConfig, after: ClusterConfig) -> list[str]:
+    """Requests that were served until now and will be 400 from now on, however often they come again."""
+    found = []
+    policy = after.scheduler.policy
+    if before.scheduler.policy == "priority" != policy:
+        found.append(
+            f"the policy {policy} looks at no priority: requests with a `priority` other than 0 get 400 "
+            "(unsupported_value) from now on"
+        )
+    cap = after.router.max_queued_requests_per_replica
+    if cap < before.router.max_queued_requests_per_replica:
+        found.append(
+            f"requests of more than {cap} sequences (prompts x n) get 400 (too_many_sequences) from now on, since the "
+            "queue of a replica never holds so many"
+        )
+    return found
 
 
 def number_of(config: ClusterConfig) -> int:

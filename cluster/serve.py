@@ -61,7 +61,7 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
             if not owns_serve and not _listens(host, port):
                 _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
             _say(f"replicas: {_describe_replicas(config, host, port)}")
-            _say(f"logs: {_log_folder()}")
+            _say(f"logs: {_log_folder()}  (a process that crashed: {_crash_files()})")
             elapsed = time.monotonic() - started
             _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
             _wait_for_signal()
@@ -115,15 +115,19 @@ def _localize(config: ClusterConfig) -> ClusterConfig:
 
     A model that is not there is refused here, before anything was started.
     """
-    from cluster import model_store
+    from cluster import hub, model_store
 
     update: dict[str, str] = {}
     if config.model not in model_store.BUILTIN_MODELS:
         folder = model_store.resolve(config.model).absolute()
         if config.runner == "torch":
             _check_model(folder, config.max_model_len, config.num_ranks)
-        update["model"] = str(folder)
+        is_hub_id = model_store.is_hub_id(config.model)
+        # other nodes have a cache of their own: they get the commit, not the path
+        update["model"] = hub.pinned(config.model, folder) if is_hub_id else str(folder)
         update["served_model_name"] = config.served_name
+        if is_hub_id and config.served_model_name is None:  # clients of other servers ask for the whole id
+            update["served_model_name"] = config.model.partition("@")[0]
     elif config.runner == "torch" and config.num_ranks > 1:  # fetched now, to be asked whether it can be cut
         _check_model(model_store.resolve(config.model), config.max_model_len, config.num_ranks)
     if config.chat_template:
@@ -294,7 +298,9 @@ def _deploy(config: ClusterConfig, host: str, port: int) -> None:
     try:
         serve.run(build_from(config), name=APP_NAME, route_prefix="/", blocking=False)
     except RuntimeError:
-        raise ShoalError(f"the application did not start: {_why(APP_NAME)}\nlogs: {_log_folder()}") from None
+        raise ShoalError(
+            f"the application did not start: {_why(APP_NAME)}\nlogs: {_log_folder()} and {_crash_files()}"
+        ) from None
 
 
 def _why(app_name: str) -> str:
@@ -312,8 +318,17 @@ def _why(app_name: str) -> str:
 
 
 def _log_folder() -> str:
-    """Where Serve writes the logs of routers and replicas."""
-    return os.path.join(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "session_latest", "logs", "serve")
+    """Where routers and replicas log (`cluster/serve_logs.py`), and Serve as well."""
+    return os.path.join(_ray_logs(), "serve")
+
+
+def _crash_files() -> str:
+    """What a process writes past its loggers, a crash of native code above all."""
+    return os.path.join(_ray_logs(), "worker-*.err")
+
+
+def _ray_logs() -> str:
+    return os.path.join(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "session_latest", "logs")
 
 
 def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:

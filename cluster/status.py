@@ -2,39 +2,75 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from replica.errors import ShoalError
+from replica.errors import ConfigError, ShoalError
+
+
+class NotFoundError(ShoalError):
+    """The server answered 404: what was asked for is not there, or switched off."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Ours never redirects, and a key must not follow one to another host."""
+
+    def redirect_request(self, *args: Any, **kwargs: Any) -> None:
+        return None
 
 
 def fetch_status(host: str, port: int, api_key: str | None = None) -> dict[str, Any]:
     """Ask the router behind `host:port`. Raises ShoalError with a sentence when there is none."""
-    return fetch_json(host, port, "/status", api_key)
+    return fetch_json(host, port, "/status", api_key, needs=("router_id", "replicas"))
 
 
-def fetch_json(host: str, port: int, path: str, api_key: str | None = None) -> dict[str, Any]:
-    """GET `path`. Raises ShoalError with a sentence, the server's own if it has one."""
-    url = f"http://{host}:{port}{path}"
-    request = urllib.request.Request(url, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+def fetch_json(
+    host: str, port: int, path: str, api_key: str | None = None, needs: Collection[str] = ()
+) -> dict[str, Any]:
+    """GET `path`, an object with at least the keys `needs`. Raises ShoalError with a sentence, the server's own if it
+    has one, or ConfigError for what cannot be asked.
+    """
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port: {port} is not a port; allowed are 1 to 65535")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+        raise ConfigError("--api-key: it has characters that no header can carry; allowed are printable ASCII ones")
+    url = f"http://{f'[{host}]' if ':' in host and not host.startswith('[') else host}:{port}{path}"
+    request_headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            told: dict[str, Any] = json.load(response)
-            return told
+        request = urllib.request.Request(url, headers=request_headers)
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=10) as response:
+            told = json.load(response)
     except urllib.error.HTTPError as error:
-        raise ShoalError(f"{url} answered {error.code} {_sentence(error)}") from None
-    except (OSError, ValueError) as error:
-        raise ShoalError(f"nothing of ours answers at {url}: {error}") from None
+        kind = NotFoundError if error.code == 404 else ShoalError
+        hint = "" if error.code != 401 else " (--api-key KEY sends one)"
+        raise kind(f"{url} answered {error.code} {_sentence(error)}{hint}") from None
+    except (OSError, ValueError, http.client.HTTPException, RecursionError) as error:
+        raise ShoalError(f"nothing of ours answers at {url}: {_reason(error)}") from None
+    if not isinstance(told, dict) or not all(key in told for key in needs):
+        raise ShoalError(f"nothing of ours answers at {url}: what came is JSON, but not what a router of Shoal says")
+    return told
 
 
 def _sentence(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, http.client.HTTPException, RecursionError):
         return str(error.reason)
+
+
+def _reason(error: Exception) -> str:
+    """Some have no text, some have that of a program."""
+    if isinstance(error, urllib.error.URLError):
+        return str(error.reason)
+    if isinstance(error, (json.JSONDecodeError, UnicodeDecodeError, RecursionError)):
+        return "what came is no JSON"
+    if isinstance(error, http.client.HTTPException):
+        return f"what came is no HTTP ({type(error).__name__})"
+    return str(error) or type(error).__name__
 
 
 def format_status(status: Mapping[str, Any]) -> str:

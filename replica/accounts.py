@@ -7,10 +7,9 @@ down.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from heapq import nsmallest
+from collections.abc import Iterable
 
-from replica.messages import RequestId, SequenceAccount, SequenceState, Stages
+from replica.messages import RequestId, SequenceAccount, SequenceState, Stages, WaitCause
 from replica.sequence import Sequence, Status
 
 #: ended sequences that are still known, about 1 KB each
@@ -57,20 +56,54 @@ class EndedSequences:
         return len(self._accounts)
 
     def add(self, sequence: Sequence, block_size: int, now: float) -> None:
-        self._accounts.append(account(sequence, block_size, now, None))
+        self._accounts.append(account(sequence, block_size, now, Queue()))
 
     def of(self, request_id: RequestId) -> list[SequenceAccount]:
         return [found for found in self._accounts if found.request_id == request_id]
 
 
 def oldest(living: Iterable[Sequence], limit: int) -> list[Sequence]:
-    """Those that have been here longest."""
-    return nsmallest(min(limit, MAX_ACCOUNTS), living, key=lambda s: (s.submitted_at, s.seq_id))
+    """All sequences of the `limit` requests that have been here longest, as far as one answer goes."""
+    found: list[Sequence] = []
+    requests: set[RequestId] = set()
+    for sequence in sorted(living, key=lambda s: (s.submitted_at, s.seq_id)):  # those of one request follow each other
+        requests.add(sequence.request_id)
+        if len(requests) > limit or len(found) == MAX_ACCOUNTS:
+            break
+        found.append(sequence)
+    return found
 
 
-def account(sequence: Sequence, block_size: int, now: float, num_ahead: int | None) -> SequenceAccount:
-    """All that is to be told about one sequence. `num_ahead`: how many wait before it, if it waits."""
-    record = sequence.record
+class Queue:
+    """Who waits for a turn at this moment, in the order in which they are looked at."""
+
+    def __init__(self, in_turn: Iterable[Sequence] = (), looked_at: float | None = None) -> None:
+        """`looked_at`: when a step was planned last."""
+        self._looked_at = looked_at
+        self._position: dict[int, int] = {}
+        #: what the first one lacks; None: it has not been looked at yet, or nobody waits
+        self.lacks: WaitCause | None = None
+        for position, sequence in enumerate(in_turn):
+            self._position[sequence.seq_id] = position
+            if position == 0 and self.lacks_since(sequence) is not None:
+                self.lacks = sequence.record.waited_for
+
+    def num_ahead(self, sequence: Sequence) -> int | None:
+        """None: it does not wait for a turn."""
+        return self._position.get(sequence.seq_id)
+
+    def lacks_since(self, sequence: Sequence) -> float | None:
+        """Since when it lacks what it lacked when it was looked at. What it lacked in an earlier step is past, if
+        others came before it since: it waits for those.
+        """
+        record = sequence.record
+        return record.lacks_since if record.looked_at == self._looked_at else None
+
+
+def account(sequence: Sequence, block_size: int, now: float, queue: Queue) -> SequenceAccount:
+    """All that is to be told about one sequence."""
+    record, num_ahead = sequence.record, queue.num_ahead(sequence)
+    is_waiting = sequence.status in (Status.QUEUED, Status.RETURNING)
     return SequenceAccount(
         request_id=sequence.request_id,
         index=sequence.index,
@@ -85,20 +118,14 @@ def account(sequence: Sequence, block_size: int, now: float, num_ahead: int | No
         num_computed_tokens=sequence.num_computed_tokens,
         num_blocks=len(sequence.block_ids),
         num_blocks_needed=-(-sequence.num_tokens // block_size),
-        lacks_since=record.lacks_since,
+        lacks_since=queue.lacks_since(sequence),
         num_ahead=num_ahead,
         priority=sequence.order_key[1],
         finish_reason=None if sequence.finish_reason is None else sequence.finish_reason.value,
         ended_at=sequence.finished_at,
+        waiting_since=record.waiting_since if is_waiting else None,
+        turn_lacks=queue.lacks if num_ahead is not None else None,
     )
-
-
-def ahead_in(queues: Iterable[tuple[Iterable[Sequence], int]]) -> Callable[[Sequence], int | None]:
-    """From the waiting queues, each with the number of those that come before it: how many are ahead of a sequence;
-    None: it is in none of them. A queued one that outranks returning ones is nearer than this says.
-    """
-    position = {s.seq_id: before + i for queue, before in queues for i, s in enumerate(queue)}
-    return lambda sequence: position.get(sequence.seq_id)
 
 
 def _state(sequence: Sequence, num_ahead: int | None) -> SequenceState:

@@ -1,21 +1,30 @@
 """TORCH. `python -m replica.check_model FOLDER [--max-model-len N] [--ranks N]`: can this folder be served? One
 sentence if not.
 
-Looks at headers and shapes only, so it takes a second or two: `shoal serve` asks it before it starts anything.
+Looks at headers, shapes and the small files only, so it takes a second or two: `shoal serve` asks it before it starts
+anything.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from replica.errors import ShoalError
+from replica.checkpoint import Checkpoint
+from replica.config_checks import brings_code, read_model_config
+from replica.errors import ModelLoadError, ShoalError
 from replica.models.decoder import read_config
 from replica.models.decoder_config import DecoderConfig
 from replica.shard import check_divides
 from replica.weights import WeightReader
+
+#: Gemma's, with 262,144 tokens, has 33 MB
+_MAX_TOKENIZER_BYTES = 256 << 20
+_SMALL_BYTES = 64 << 10
 
 
 def check(folder: Path, max_model_len: int | None) -> None:
@@ -23,6 +32,7 @@ def check(folder: Path, max_model_len: int | None) -> None:
     from replica.config import EngineConfig, ModelConfig
     from replica.model_runner import max_length
 
+    _check_code(folder, read_model_config(folder))
     model = read_config(folder)
     if isinstance(model, DecoderConfig):
         _check_tensors(WeightReader(folder, model, torch.float32, headers_only=True))
@@ -30,7 +40,9 @@ def check(folder: Path, max_model_len: int | None) -> None:
         from replica.models.transformers_shape import check_folder
 
         check_folder(folder)
+    _read_small(Checkpoint(folder))
     max_length(EngineConfig(model=ModelConfig(max_model_len=max_model_len)), model)
+    check_tokenizer(folder, model.vocab_size)
 
 
 def _check_tensors(reader: WeightReader) -> None:
@@ -40,6 +52,53 @@ def _check_tensors(reader: WeightReader) -> None:
     reader.head()
     for _ in reader.layers():
         pass
+
+
+def _read_small(checkpoint: Checkpoint) -> None:
+    """Norms and biases, values and all: a damaged model shows there first. The rest is looked at while loading."""
+    for name in checkpoint:
+        if checkpoint.num_bytes(name) <= _SMALL_BYTES:
+            checkpoint.read(name)
+
+
+def _check_code(folder: Path, raw: Mapping[str, Any]) -> None:
+    """A model that only its own Python files know is refused. One that transformers knows as well is read by us or by
+    transformers (Phi-3 ships such files), and the files are never looked at.
+    """
+    if not brings_code(raw):
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    kind = raw.get("model_type")
+    if kind not in CONFIG_MAPPING_NAMES:
+        raise ModelLoadError(
+            f"{folder / 'config.json'}: only the folder's own code (auto_map) knows model_type={str(kind)[:60]!r}, "
+            "and Shoal runs no code of a model; there is no option to allow it"
+        )
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """tokenizer.json can be read, and no token of it lies beyond the embedding's `vocab_size` rows."""
+    import tokenizers
+
+    path = folder / "tokenizer.json"
+    try:
+        size = path.stat().st_size
+        if size > _MAX_TOKENIZER_BYTES:
+            raise ModelLoadError(f"{path} has {size} bytes; at most {_MAX_TOKENIZER_BYTES} are allowed")
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    except ModelLoadError:
+        raise
+    except Exception as error:  # the library raises a bare Exception
+        raise ModelLoadError(f"{path} cannot be read as a tokenizer: {str(error)[:200]}") from error
+    most = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if most >= vocab_size:
+        raise ModelLoadError(
+            f"{path} knows token {most} and the model's embedding has {vocab_size} rows (vocab_size in config.json); "
+            "they do not belong together"
+        )
 
 
 def main() -> int:

@@ -12,26 +12,33 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 DType = Literal["auto", "bfloat16", "float32"]
 RunnerPlacement = Literal["thread", "process", "workers"]
+#: of any knob: sizes of arrays and numbers in messages follow from them
+MAX_INTEGER = (1 << 31) - 1
 
 
 class FrozenModel(BaseModel):
     """Base of every configuration class."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # no NaN and no infinity anywhere: 0 * inf is NaN, and a queue sorted by NaN loses who stands in it
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _a_switch_is_no_number(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic would take true for 1."""
+    def _is_a_number_that_can_work(cls, value: object, info: ValidationInfo) -> object:
+        """pydantic would take true for 1, and integers that no array and no message holds."""
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise ValueError("true and false are no values of it")
+        if isinstance(value, int) and abs(value) > MAX_INTEGER:
+            raise ValueError(f"Input should be at most {MAX_INTEGER}")
         return value
 
 
 class ModelConfig(FrozenModel):
     """Which model, in which numbers."""
 
-    model: str = Field("smollm2-135m-instruct", description="A built-in name, a model folder, or a .gguf file.")
+    model: str = Field(
+        "smollm2-135m-instruct", description="A built-in name, a folder, a .gguf file, or a Hugging Face id."
+    )
     dtype: DType = Field("auto", description="auto: bfloat16 where the device computes in it, else float32.")
     max_model_len: int | None = Field(
         None, ge=16, description="Longest prompt + output in tokens. auto: the model's context."

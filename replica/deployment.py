@@ -54,15 +54,6 @@ def make_step_runner(config: EngineConfig, model_source: ModelSource, env_vars: 
     return RunnerProcess(make) if config.parallel.runner_placement == "process" else RunnerThread(make)
 
 
-def _write_to_the_log_of_serve() -> None:
-    """Serve gives handlers to its own logger only; what we tell of loading and of ranks would be lost."""
-    ours = logging.getLogger("replica")
-    ours.setLevel(logging.INFO)
-    for handler in logging.getLogger("ray.serve").handlers:
-        if handler not in ours.handlers:
-            ours.addHandler(handler)
-
-
 class Replica:
     """Plain class behind the deployment. `settings` makes the engine's configuration of `config`, `model_source` turns
     a model name into a folder on this node.
@@ -79,13 +70,15 @@ class Replica:
         replicas_on_node: int,
         env_vars: dict[str, str],
         role: str = Role.BOTH,
+        set_up_logs: Callable[[], None] = lambda: None,
     ) -> None:
-        _write_to_the_log_of_serve()
+        set_up_logs()
         at_start, number = settings(config, {})
         self._resolve = partial(resolve, hardware=detect_hardware(), replicas_on_node=replicas_on_node)
         self._settings = partial(settings, config)
         self.config = self._resolve(at_start)
         self._refused = ""
+        self._told: Mapping[str, Any] = {}
         self.role = Role(role)
         #: made here, because Ray reuses actor ids
         self.incarnation = uuid.uuid4().hex
@@ -121,6 +114,7 @@ class Replica:
         """Serve calls it after the constructor and at each change of `user_config`. What cannot work is refused whole,
         and what was in force stays: raising would make Serve replace one replica after the other, for a misprint.
         """
+        self._told = user_config
         try:
             config, number = self._settings(user_config)
         except ConfigError as error:
@@ -133,10 +127,11 @@ class Replica:
         logger.info("configuration %08x is in force", number)
 
     async def configuration(self) -> dict[str, Any]:
-        """For `shoal get` and `shoal set`: what is in force, and why the last change is not."""
+        """For `shoal get` and `shoal set`: what is in force, what Serve told last, and why that is not."""
         return {
             "number": self.engine.core.config_number,
             "refused": self._refused,
+            "told": dict(self._told),
             "scheduler": self.config.scheduler.model_dump(mode="json"),
         }
 
@@ -168,6 +163,7 @@ def replica_deployment(
     drain_s: float,
     env_vars: dict[str, str],
     request_router_class: str,
+    set_up_logs: Callable[[], None],
     bundles: list[dict[str, float]] | None = None,
     bundle_strategy: str = "STRICT_PACK",
     role: Role = Role.BOTH,
@@ -175,7 +171,8 @@ def replica_deployment(
     """The Serve application node for `num_replicas` replicas of one role.
 
     `bundles`: what Ray reserves for a replica with worker actors, its own place first, then one for each rank.
-    `request_router_class` is the import path of the observer that tells routers who is there. Why these options:
+    `request_router_class` is the import path of the observer that tells routers who is there; `set_up_logs` is called
+    in each process, first of all. Why these options:
     `docs/architecture.md`, "Ray Serve settings".
     """
     from ray.serve.config import RequestRouterConfig
@@ -202,6 +199,6 @@ def replica_deployment(
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
     application: serve.Application = deployment.bind(
-        config, settings, model_source, drain_s, replicas_on_node, env_vars, role.value
+        config, settings, model_source, drain_s, replicas_on_node, env_vars, role.value, set_up_logs
     )
     return application

@@ -7,12 +7,14 @@ virtual clock. Both run this code.
 
 from __future__ import annotations
 
+from itertools import chain
+
 from replica.admission import Admission, Refused
 from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
 from replica.config import AdmissionConfig, EngineConfig, SchedulerConfig
 from replica.deadlines import Deadlines
-from replica.departures import Departures
+from replica.drain_forecast import DrainForecast, Room
 from replica.grammar_gate import GrammarGate
 from replica.messages import (
     Explain,
@@ -26,7 +28,7 @@ from replica.messages import (
     SubmitReply,
 )
 from replica.progress import Progress
-from replica.request_book import RequestBook
+from replica.request_book import RequestBook, key_of
 from replica.router_output import RouterOutputs, add_columns, add_record
 from replica.scheduler import Scheduler
 from replica.sequence import Sequence
@@ -60,7 +62,7 @@ class EngineCore:
         #: of sequences that ended outside of a step, until somebody takes it
         self._ended: RouterOutputs = {}
         self._next_seq_id = 0
-        self._departures = Departures()
+        self._forecast = DrainForecast()
         self._grammars = GrammarGate()
         self._num_refused = 0
         self._max_queued_seen = 0
@@ -159,7 +161,8 @@ class EngineCore:
     def explain(self, question: Explain, now: float) -> Explained:
         """Of whichever router: what `question` asks for."""
         accounts = self.scheduler.explain(RequestId(question.request_id), question.limit, now)
-        return Explained(question.question_id, accounts)
+        num_requests = len({key_of(sequence) for sequence in self.scheduler.living()})
+        return Explained(question.question_id, accounts, num_requests)
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what runs is not disturbed."""
@@ -169,14 +172,14 @@ class EngineCore:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step for the runner, or None."""
         self.end_overdue(now)
-        num_queued = self.scheduler.num_queued
-        plan = self.scheduler.schedule(now)
-        self._departures.add(now, num_queued - self.scheduler.num_queued)
-        return plan
+        return self.scheduler.schedule(now)
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> RouterOutputs:
         """Take in a finished step; what to tell which router."""
         progress = self.scheduler.update(plan, result, now)
+        for item in progress.others:
+            if item.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._forecast.learn(item.sequence)
         outputs = self._outputs(progress.others)
         add_columns(outputs, progress.plain, progress.token_ids, self.scheduler.running)
         return outputs
@@ -223,7 +226,9 @@ class EngineCore:
         return [] if event is None else [event]
 
     def load(self, now: float) -> ReplicaLoad:
-        """A snapshot for routers. No walk over sequences: it goes out with every step."""
+        """A snapshot for routers. It goes out with every step, so no walk over sequences but that of the forecast, ten
+        times a second while somebody is queued.
+        """
         scheduler, blocks = self.scheduler, self.blocks.stats()
         waiting = (scheduler.queued, scheduler.returning, scheduler.blocked)
         counters = scheduler.counters
@@ -242,7 +247,7 @@ class EngineCore:
             num_blocks=blocks.num_blocks,
             queue_cap=self._admission.cap,
             step=counters.steps,
-            drain_rate=self._departures.rate(now),
+            drain_rate=self._drain_rate(now),
             counters={
                 "prompt_tokens": counters.prompt_tokens,
                 "cached_prompt_tokens": counters.cached_prompt_tokens,
@@ -279,6 +284,19 @@ class EngineCore:
             kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
         )
 
+    def _drain_rate(self, now: float) -> float:
+        scheduler, forecast = self.scheduler, self._forecast
+        if not forecast.is_fresh(scheduler.num_queued, now):
+            waiting = chain(scheduler.returning, scheduler.queued, scheduler.blocked)
+            forecast.make(scheduler.running, waiting, scheduler.num_queued, self._room(), scheduler.pace, now)
+        return forecast.rate
+
+    def _room(self) -> Room:
+        scheduler = self.scheduler
+        num_free = self.blocks.stats().num_free * self.blocks.block_size
+        num_prompt_tokens = scheduler.prompt_token_limit - len(scheduler.running)
+        return Room(scheduler.max_num_seqs, num_free, num_prompt_tokens)
+
     def _last_queued(self) -> tuple[int, float] | None:
         """Whose place a more urgent request might take."""
         scheduler = self.scheduler
@@ -298,7 +316,6 @@ class EngineCore:
             f"{self.scheduler.num_queued} queued, cap {self._admission.cap}, allowed {self._most_queued}"
         )
         self._grammars.validate(self.scheduler.blocked)
-        self._departures.validate()
         self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
 
     def _make_shedding(self, config: SchedulerConfig) -> Shedding:

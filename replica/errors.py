@@ -4,6 +4,7 @@
     ├── InvalidRequestError          the request can never be served as it is        (param, message)
     │   ├── NeverFitsError           longer than the context or the KV pool          (numbers inside)
     │   ├── TooManySequencesError    more in one request than a whole queue holds    (numbers inside)
+    │   ├── UnsupportedValueError    this server, as it is configured now, does not look at it
     │   └── UnknownModelError
     ├── RefusedError                 not now: reason, retry_after_s
     │   ├── QueueFullError
@@ -49,12 +50,16 @@ class TooManySequencesError(InvalidRequestError):
     """More sequences in one request than the queue of a replica ever holds: waiting would not help."""
 
 
+class UnsupportedValueError(InvalidRequestError):
+    """Right by itself, but this server does not act on it as it is configured now: without it the request is served."""
+
+
 class UnknownModelError(InvalidRequestError):
     """No model of this name is served here."""
 
 
 class RefusedError(ShoalError):
-    """The cluster cannot take the request now. `retry_after_s` is an estimate from the measured drain rate."""
+    """The cluster cannot take the request now. `retry_after_s` is a forecast of the drain."""
 
     reason: RefusalReason = RefusalReason.QUEUE_FULL
 

@@ -222,7 +222,7 @@ class ReplicaLoad(WireRecord, frozen=True):
     num_blocks: int = 0
     queue_cap: int = 0
     step: int = 0
-    #: mean queued sequences that left the queue per second, over the last seconds; 0 when unknown
+    #: queued sequences that will leave the queue a second, as a forecast; 0 when unknown, or nobody is queued
     drain_rate: float = 0.0
     counters: dict[str, float] = {}
     #: steps by their number of tokens: one count a bound of `STEP_TOKEN_BOUNDS`, the last for longer ones; only grow
@@ -306,8 +306,8 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag="reset", gc=False):
 
 
 class Explain(msgspec.Struct, frozen=True, tag="explain", gc=False):
-    """Router to replica: tell of a request, living or lately ended; with an empty id, of the `limit` sequences that
-    have been here longest.
+    """Router to replica: tell of a request, living or lately ended; with an empty id, of the `limit` requests that have
+    been here longest.
     """
 
     question_id: str
@@ -320,6 +320,8 @@ class Explained(msgspec.Struct, frozen=True, tag="explained", gc=False):
 
     question_id: str
     accounts: list[SequenceAccount]
+    #: unfinished requests there, told of or not
+    num_requests: int = 0
 
 
 class ResetDone(msgspec.Struct, frozen=True, tag="reset_done", gc=False):

@@ -21,7 +21,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import chain
 
-from replica.accounts import MAX_ACCOUNTS, EndedSequences, account, ahead_in, oldest
+from replica.accounts import MAX_ACCOUNTS, EndedSequences, Queue, account, oldest
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
 from replica.messages import (
@@ -69,12 +69,18 @@ class Scheduler:
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
         self._in_step: InStep | None = None
+        #: when `schedule` was called last
+        self._planned_at: float | None = None
         self.pace = StepPace(config.tpot_target_ms / 1000)
         self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
 
     @property
     def policy(self) -> OrderPolicy:
         return self._rules.policy
+
+    @property
+    def max_num_seqs(self) -> int:
+        return self._rules.config.max_num_seqs
 
     @property
     def prompt_token_limit(self) -> int:
@@ -158,7 +164,7 @@ class Scheduler:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None when there is nothing to compute and nothing to tell the runner."""
         assert not self._in_step, "update() the last step first"
-        rules = self._rules
+        rules, self._planned_at = self._rules, now
         self._most_running = max(rules.config.max_num_seqs, min(self._most_running, len(self.running)))
         budget = StepBudget(rules.max_batched, rules.lanes())
         self._displace(now)
@@ -212,15 +218,14 @@ class Scheduler:
         return [*self.running, *self.returning, *self.queued, *self.blocked]
 
     def explain(self, request_id: RequestId, limit: int, now: float) -> list[SequenceAccount]:
-        """Accounts of a request, living or lately ended; with an empty id, of the `limit` sequences that have been here
+        """Accounts of a request, living or lately ended; with an empty id, of the `limit` requests that have been here
         longest.
         """
         living = self.living()
         if request_id:
             living, limit = [s for s in living if s.request_id == request_id], MAX_ACCOUNTS
-        num_ahead = ahead_in([(self.returning, 0), (self.queued, len(self.returning))])
-        size = self._blocks.block_size
-        accounts = [account(s, size, now, num_ahead(s)) for s in oldest(living, limit)]
+        queue, size = Queue(self._rules.admission.in_turn(), self._planned_at), self._blocks.block_size
+        accounts = [account(s, size, now, queue) for s in oldest(living, limit)]
         return accounts + (self.ended.of(request_id) if request_id else [])
 
     def invalidate(self, sequence: Sequence, message: str, now: float) -> Progress:

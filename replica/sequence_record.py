@@ -22,6 +22,7 @@ class SequenceRecord:
         "end_asked_at",
         "grammar_s",
         "lacks_since",
+        "looked_at",
         "num_chunks",
         "preemptions",
         "put_back_s",
@@ -40,6 +41,8 @@ class SequenceRecord:
         self.waited_for: WaitCause | None = None
         #: since when it has been missing, while it waits for that
         self.lacks_since: float | None = None
+        #: when that was seen last: if not in the last step, others have come before it since
+        self.looked_at: float | None = None
         #: seconds by what was missing, but for the wait that goes on; None: there was always room
         self.waits: dict[WaitCause, float] | None = None
         #: seconds in which its grammar was compiled
@@ -53,7 +56,8 @@ class SequenceRecord:
         self.put_back_s = 0.0
 
     def found_no_room(self, cause: WaitCause, now: float, is_fresh: bool) -> None:
-        """It was its turn, and it could not join. Told again in each step, so nothing happens while it stays so."""
+        """It was its turn, and it could not join. Told again in each step, so little happens while it stays so."""
+        self.looked_at = now
         if cause is self.waited_for and self.lacks_since is not None:
             return
         if is_fresh and self.room_wait_since is None:

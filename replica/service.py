@@ -72,5 +72,7 @@ class ReplicaService:
                 self._engine.handle(link, decode_down(data))
         except msgspec.DecodeError as error:
             logger.warning("router %s sent something that is no message (%s); its link is cut", link.router_id, error)
+        except Exception:  # a mistake of ours: nobody else would ever tell of it
+            logger.exception("a message of router %s could not be handled; its link is cut", link.router_id)
         finally:
             link.close()

@@ -135,8 +135,12 @@ class SequenceAccount(WireRecord, frozen=True):
     num_blocks_needed: int
     #: while it waits: since when it lacks `stages.waited_for`; None: it was not its turn yet
     lacks_since: float | None = None
-    #: while it waits: how many come before it
+    #: while it waits: how many are looked at before it
     num_ahead: int | None = None
     priority: int = 0
     finish_reason: str | None = None
     ended_at: float | None = None
+    #: while it waits: since when, that is since it was submitted here or, preempted, put back
+    waiting_since: float | None = None
+    #: while it waits: what the one lacks whose turn it is; of who stands behind it this is the true cause
+    turn_lacks: WaitCause | None = None

@@ -12,6 +12,7 @@ a returning one goes before it. Somebody who cannot join now
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
@@ -130,6 +131,13 @@ class StepAdmission:
     def first(self) -> Sequence | None:
         """Whose turn it is."""
         return Turns(self._returning, self._queued, self._policy).current()
+
+    def in_turn(self) -> Iterator[Sequence]:
+        """Everybody who waits, in the order in which they are looked at."""
+        turns = Turns(self._returning, self._queued, self._policy)
+        while (sequence := turns.current()) is not None:
+            yield sequence
+            turns.skip()
 
     def admit(self, budget: StepBudget, now: float) -> None:
         """As many as places, tokens and blocks allow."""

@@ -55,6 +55,12 @@ class StepPace:
         scale = _RATE * error / sum(x * x for x in inputs)
         self._weights = [max(0.0, w + scale * x) for w, x in zip(self._weights, inputs, strict=True)]
 
+    @property
+    def line(self) -> tuple[float, float, float]:
+        """Seconds of a step, and what each decode and each prompt token adds; all 0 while none was measured."""
+        base, decodes, prompt_tokens = self._weights
+        return base, decodes / _DECODES, prompt_tokens / _PROMPT_TOKENS
+
     def _guess(self, inputs: tuple[float, float, float]) -> float:
         return sum(w * x for w, x in zip(self._weights, inputs, strict=True))
 

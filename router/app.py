@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -30,22 +30,25 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from replica.errors import NeverFitsError, RefusedError, ShoalError
+from replica.messages import RequestId
 from router.answer import Answer
 from router.app_settings import AppSettings
 from router.backend import Backend, GenerationStream
 from router.deadline import deadline_of, header_deadline_ms, late_body
 from router.edge import Edge
 from router.generation import NothingToGenerate, first_events, streamed_answer, whole_answer
-from router.http_errors import HttpError, error_object, error_response, rule_of
+from router.http_errors import ErrorRule, HttpError, error_object, error_response, rule_of
 from router.http_metrics import RequestRecord
 from router.http_middleware import (
     ApiKeyMiddleware,
     EdgeMiddleware,
     log_error,
+    request_id_of,
     send_error,
     until_disconnect,
 )
 from router.info_endpoints import InfoEndpoints
+from router.journal import ABORTED, FAILED, FINISHED, REFUSED
 from router.openai_api import ChatOrCompletion, parse_chat, parse_completion
 from router.prepare import PreparedRequest, TextCodec, check_request, needs_thread, prepare
 from router.request_body import Body, ClientGoneError
@@ -60,8 +63,23 @@ _SSE_HEADERS = [
     (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
 ]
 
-#: seconds since the epoch of its arrival, and the deadline of its header in milliseconds
-_Asked = tuple[float, float | None]
+
+class _Asked:
+    """What is known of a request before its body is."""
+
+    __slots__ = ("arrival_s", "arrived_s", "header_id", "header_ms", "is_read", "request_id")
+
+    def __init__(self, request_id: RequestId, header_id: str, arrival_s: float) -> None:
+        #: the id of the answer
+        self.request_id = request_id
+        #: the answer's `X-Request-Id`
+        self.header_id = header_id
+        #: on the edge's clock, and in seconds since the epoch
+        self.arrival_s, self.arrived_s = arrival_s, time.time()
+        #: the deadline of its header in milliseconds
+        self.header_ms: float | None = None
+        #: its fields are right, so that the next question is whether it may be admitted
+        self.is_read = False
 
 
 class GenerateEndpoint:
@@ -73,17 +91,18 @@ class GenerateEndpoint:
         self._id_prefix = id_prefix
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        arrival_s, arrived_s = self._edge.clock(), time.time()
+        request_id = RequestId(self._id_prefix + uuid.uuid4().hex)
+        asked = _Asked(request_id, request_id_of(scope), self._edge.clock())
         try:
-            header_ms = header_deadline_ms(scope["headers"])
-            body = await self._read(scope, receive, header_ms)
+            asked.header_ms = header_deadline_ms(scope["headers"])
+            body = await self._read(scope, receive, asked.header_ms)
         except ClientGoneError:
             return
         except Exception as error:
-            await self._refuse(send, error)
+            await self._refuse(send, error, asked)
             return
         try:
-            await until_disconnect(receive, self._serve(body, send, arrival_s, (arrived_s, header_ms)))
+            await until_disconnect(receive, self._serve(body, send, asked))
         finally:
             body.release()
 
@@ -95,21 +114,23 @@ class GenerateEndpoint:
         except TimeoutError:  # the limit on bodies as such raises 408
             raise late_body() from None
 
-    async def _serve(self, body: Body, send: Send, arrival_s: float, asked: _Asked) -> None:
+    async def _serve(self, body: Body, send: Send, asked: _Asked) -> None:
         try:
             prepared = await self._prepared(body, asked)
         except Exception as error:
-            await self._refuse(send, error)
+            await self._refuse(send, error, asked)
             return
-        await _Exchange(self._edge, prepared, arrival_s, send).run()
+        await _Exchange(self._edge, prepared, asked, send).run()
 
     async def _prepared(self, body: Body, asked: _Asked) -> PreparedRequest:
         edge, is_long = self._edge, body.is_long
         request, num_sequences = await edge.compute(is_long, self._parse_and_check, body.take())
+        asked.is_read = True
         edge.backend.may_admit(num_sequences, request.priority)
-        arrived_s, header_ms = asked
-        deadline_s = deadline_of(request, header_ms, arrived_s, time.time())
-        prepared = await edge.compute(is_long or needs_thread(request), self._prepare, request, deadline_s)
+        deadline_s = deadline_of(request, asked.header_ms, asked.arrived_s, time.time())
+        prepared = await edge.compute(
+            is_long or needs_thread(request), self._prepare, request, asked.request_id, deadline_s
+        )
         body.release()
         return prepared
 
@@ -117,48 +138,57 @@ class GenerateEndpoint:
         request = self._parse(body)
         return request, check_request(request, self._edge.settings)
 
-    def _prepare(self, request: ChatOrCompletion, deadline_s: float | None) -> PreparedRequest:
+    def _prepare(self, request: ChatOrCompletion, response_id: RequestId, deadline_s: float | None) -> PreparedRequest:
         edge = self._edge
-        response_id = self._id_prefix + uuid.uuid4().hex
         seed = functools.partial(secrets.randbits, 63)
         now_s = time.time()
         return prepare(request, edge.settings, edge.codec, response_id, now_s, seed, edge.reason_against, deadline_s)
 
-    async def _refuse(self, send: Send, error: Exception) -> None:
-        log_error(error)
+    async def _refuse(self, send: Send, error: Exception, asked: _Asked) -> None:
+        edge, journal, rule = self._edge, self._edge.backend.journal, rule_of(error)
+        log_error(error, asked.request_id, asked.header_id)
         if isinstance(error, RefusedError):
-            self._edge.metrics.refused(rule_of(error).code or "refused")
+            edge.metrics.refused(rule.code or "refused")
+        if asked.is_read or rule.status >= 500:  # a mistake in a field is the client's, who has been told all of it
+            journal.open(asked.request_id, asked.arrival_s, asked.header_id)
+            journal.note(asked.request_id, asked.arrival_s, "arrived")
+            journal.note(asked.request_id, edge.clock(), f"answered {rule.status}", **_told(error))
+            journal.end(asked.request_id, _outcome(rule))
         await send_error(send, error)
 
 
 class _Exchange:
     """One prepared request until its last byte."""
 
-    def __init__(self, edge: Edge, prepared: PreparedRequest, arrival_s: float, send: Send) -> None:
+    def __init__(self, edge: Edge, prepared: PreparedRequest, asked: _Asked, send: Send) -> None:
         self._edge = edge
         self._prepared = prepared
         self._send = send
-        self._arrival_s = arrival_s
-        self._record: RequestRecord = edge.metrics.start(prepared.model, arrival_s)
+        self._asked = asked
+        self._record: RequestRecord = edge.metrics.start(prepared.model, asked.arrival_s)
         self._has_started = False
 
     async def run(self) -> None:
         """Ends with an answer, an error answer, an error event, or a cancellation; the record is closed each time."""
         stream: GenerationStream | None = None
         answer: Answer | None = None
+        journal, asked = self._edge.backend.journal, self._asked
+        journal.open(asked.request_id, asked.arrival_s, asked.header_id)
+        journal.note(asked.request_id, asked.arrival_s, "arrived")
         try:
             stream = await self._submit()
             answer = Answer(self._prepared, self._edge.codec, stream, self._record)
             await self._answer(answer, stream)
             self._note("last byte")
             self._complete(answer)
+            journal.end(asked.request_id, FINISHED)  # the backend has said so before, if it was asked
             self._record.end("length" if any(choice.finish_reason == "length" for choice in answer.choices) else "stop")
         except asyncio.CancelledError:
             self._note("the client left")
+            journal.end(asked.request_id, ABORTED)
             self._record.end("abort")
             raise
         except Exception as error:
-            self._note(f"ended with {type(error).__name__}")
             await self._fail(error)
         finally:
             # Also after a stop string ended the last choice there may be events under way: `finish` has told the
@@ -166,14 +196,13 @@ class _Exchange:
             if stream is not None and (answer is None or not answer.is_complete):
                 stream.abort()
 
-    def _note(self, what: str) -> None:
-        self._edge.backend.note(self._prepared.generate.request_id, what, self._edge.clock())
+    def _note(self, what: str, **detail: object) -> None:
+        self._edge.backend.journal.note(self._asked.request_id, self._edge.clock(), what, **detail)
 
     async def _submit(self) -> GenerationStream:
         prepared = self._prepared
         if max(prepared.max_tokens) == 0 and not prepared.drops_output:
             return NothingToGenerate(prepared.num_choices)
-        self._edge.backend.note(prepared.generate.request_id, "arrived", self._arrival_s)
         stream = await self._edge.backend.generate(prepared.generate)
         self._record.accepted(prepared.num_prompt_tokens, max(prepared.max_tokens), prepared.request.n)
         return stream
@@ -208,18 +237,35 @@ class _Exchange:
         )
 
     async def _fail(self, error: Exception) -> None:
-        log_error(error)
+        log_error(error, self._asked.request_id, self._asked.header_id)
         if isinstance(error, NeverFitsError) and error.param is None:
             # a replica's word, whose KV cache is smaller than the context: it does not know what the field is called
             error = NeverFitsError(error.message, "messages" if self._prepared.is_chat else "prompt")
+        rule, journal = rule_of(error), self._edge.backend.journal
+        if not self._has_started:
+            self._note(f"answered {rule.status}", **_told(error))
+        else:
+            self._note("broken off in the middle of the answer", **_told(error))
+        journal.end(self._asked.request_id, FAILED if self._has_started else _outcome(rule))
         if isinstance(error, RefusedError) and not self._has_started:
-            self._record.refuse(rule_of(error).code or "refused")
+            self._record.refuse(rule.code or "refused")
         else:
             self._record.end("error")
         if self._has_started and self._prepared.request.stream:
             await self._send({"type": "http.response.body", "body": error_event(error_object(error))})
         elif not self._has_started:
             await send_error(self._send, error)
+
+
+def _outcome(rule: ErrorRule) -> str:
+    """Of a request that had no byte of an answer."""
+    return FAILED if rule.status in (500, 502) else REFUSED
+
+
+def _told(error: Exception) -> dict[str, Any]:
+    """For the journal: what the client is told, in short."""
+    told: Any = error_object(error)["error"]
+    return {"code": told["code"] or "", "why": told["message"][:300]}
 
 
 @asynccontextmanager
@@ -247,7 +293,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         headers = {name.lower(): value for name, value in (error.headers or {}).items()}
         error = HttpError(error.status_code, what.get(error.status_code, str(error.detail)), code, headers)
-    log_error(error)
+    log_error(error, request_id_of(request.scope))
     answer = error_response(error)
     return Response(answer.body, answer.status, answer.headers, media_type="application/json")
 
@@ -279,7 +325,7 @@ def create_app(
         Route("/detokenize", info.detokenize, methods=["POST"]),
         Route("/reset_prefix_cache", info.reset_prefix_cache, methods=["POST"]),
         Route("/debug/requests", info.debug_requests),
-        Route("/debug/requests/{request_id}", info.debug_request),
+        Route("/debug/requests/{request_id:path}", info.debug_request),
         Route("/openapi.json", info.openapi),
     ]
     handlers = frozenset(route.path for route in routes)

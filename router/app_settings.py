@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class AppSettings(BaseModel):
     """Settings of one HTTP application. The dispatcher, the replicas and the server have their own."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     served_model_names: tuple[str, ...] = Field(
         min_length=1, description="Names clients may ask for; the first is the default."

@@ -11,7 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from replica.messages import FinishReason, GenerateRequest, RequestId, Stages, TokenLogprobs
+from replica.messages import FinishReason, GenerateRequest, Stages, TokenLogprobs
+from router.journal import Journal
 
 
 class TokenEvent(msgspec.Struct, frozen=True, gc=False):
@@ -66,6 +67,9 @@ class GenerationStream(Protocol):
 class Backend(Protocol):
     """Takes requests to replicas."""
 
+    #: the HTTP edge writes down what it sees of a request: for who asks what became of it, or why it took long
+    journal: Journal
+
     async def generate(self, request: GenerateRequest) -> GenerationStream:
         """Return once a replica has accepted `request` and its first event is there or about to be.
 
@@ -93,18 +97,14 @@ class Backend(Protocol):
         """
         ...
 
-    def note(self, request_id: RequestId, what: str, at_s: float) -> None:
-        """Something happened to a request at the HTTP edge, `at_s` on its clock: for who asks why it took long."""
-        ...
-
-    async def explain(self, request_id: RequestId, timeout_s: float) -> dict[str, object] | None:
-        """Plain JSON data on what happened to a request; None: nobody knows it. Replicas that do not answer in time are
-        named in it.
+    async def explain(self, name: str, timeout_s: float) -> dict[str, object] | None:
+        """Plain JSON data on what happened to a request; None: nobody knows it. `name`: its id, or the `X-Request-Id`
+        of its answer; of several with the same one the latest is told. Replicas that do not answer in time are named.
         """
         ...
 
     async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
-        """Plain JSON data on the unfinished requests that are oldest."""
+        """Plain JSON data on the `limit` unfinished requests that are oldest, and how many there are."""
         ...
 
     def metrics_text(self) -> bytes:

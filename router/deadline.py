@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
+
+import msgspec
 
 from replica.errors import DeadlineExceededError, InvalidRequestError
 from router.http_errors import RULES, HttpError
-from router.openai_api import MAX_DEADLINE_MS, ChatOrCompletion
+from router.openai_api import DEADLINE_ALLOWED, MAX_DEADLINE_MS, ChatOrCompletion
 from router.sentences import short
 
 HEADER = "X-Request-Deadline-Ms"
 _HEADER = HEADER.lower().encode()
-#: `float` alone would also take "1_000", "1e3" and spaces around it
-_NUMBER = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?", re.ASCII)
 
 
 def header_deadline_ms(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
-    """What the header says; of several the earliest. Raises InvalidRequestError."""
-    found = []
-    for name, value in headers:
-        if name == _HEADER:
-            text = value.decode("latin-1")
-            number = float(text) if _NUMBER.fullmatch(text) else 0.0
-            if not 0 < number <= MAX_DEADLINE_MS:
-                raise InvalidRequestError(
-                    f"{HEADER} is {short(text)}; allowed: a number above 0, up to {MAX_DEADLINE_MS} (a day).", HEADER
-                )
-            found.append(number)
+    """What the header says; of several the earliest. The same numbers are allowed as in the field, so those of JSON.
+    Raises InvalidRequestError.
+    """
+    found = [_number_in(value) for name, value in headers if name == _HEADER]
     return min(found, default=None)
+
+
+def _number_in(value: bytes) -> float:
+    text = value.strip(b" \t")  # blanks around it are not part of a value (RFC 9110, 5.5); not every server takes them
+    try:
+        number = msgspec.json.decode(text, type=int | float)
+    except msgspec.DecodeError:
+        shown = short(text.decode("latin-1"))
+    else:
+        if 0 < number <= MAX_DEADLINE_MS:
+            return float(number)
+        shown = short(number)
+    raise InvalidRequestError(f"{HEADER} is {shown}; allowed: {DEADLINE_ALLOWED}.", HEADER)
 
 
 def late_body() -> HttpError:

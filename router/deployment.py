@@ -53,13 +53,16 @@ class Router:
         config: Mapping[str, Any],
         live: Live,
         chat_template: str | None = None,
+        set_up_logs: Callable[[], None] = lambda: None,
     ) -> None:
+        set_up_logs()
         loop = asyncio.get_running_loop()
         folder = await loop.run_in_executor(None, model_source, model)
         tokenizer = Tokenizer.from_folder(folder, chat_template)
         router_id = RouterId(uuid.uuid4().hex[:12])
         self._config, self._live = config, live
         self._overlay: Mapping[str, Any] = {}
+        self._told: Mapping[str, Any] = {}
         self._refused = ""
         now = live(config, {})
         self.settings = _complete({**settings, "router_name": router_id, "policy": now.order_policy}, tokenizer)
@@ -85,6 +88,7 @@ class Router:
         """Serve calls it after the constructor and at each change of `user_config`. What cannot work is refused whole,
         and what was in force stays (as in `replica/deployment.py`).
         """
+        self._told = user_config
         try:
             live = self._live(self._config, user_config)
         except ConfigError as error:
@@ -97,12 +101,13 @@ class Router:
         self._app.state.edge.look_at_priorities(live.order_policy)
 
     async def configuration(self) -> dict[str, Any]:
-        """For `shoal get` and `shoal set`: the configuration at the start, what lies over it, and why the last change
-        does not.
+        """For `shoal get` and `shoal set`: the configuration at the start, what lies over it, what Serve told last, and
+        why that does not lie over it.
         """
         return {
             "number": self.backend.config_number,
             "refused": self._refused,
+            "told": dict(self._told),
             "start": dict(self._config),
             "overlay": dict(self._overlay),
         }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from replica.messages import FINAL_REFUSALS, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
-from router.journal import Journal, grounds
+from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
 from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.placement import Policy
@@ -73,7 +73,7 @@ class Dispatcher:
         )
 
     def retry_after_s(self, now: float) -> float:
-        """Seconds until the queues in front of a new request have drained, from their measured rates; 1 to 60."""
+        """Seconds until the queues in front of a new request have drained, as foreseen; 1 to 60."""
         return retry_after_s(self.views.values(), now)
 
     # ---- requests ----
@@ -112,11 +112,11 @@ class Dispatcher:
 
     def finish(self, request_id: RequestId) -> None:
         """Its last sequence ended."""
-        self._forget(request_id, "finished")
+        self._forget(request_id, FINISHED)
 
-    def abort(self, request_id: RequestId) -> list[Instruction]:
-        """The client is gone. Unknown requests are ignored: they ended in the meantime."""
-        request = self._forget(request_id, "aborted")
+    def abort(self, request_id: RequestId, outcome: str = ABORTED) -> list[Instruction]:
+        """The client is gone, or an error is its answer. Unknown requests are ignored: they ended in the meantime."""
+        request = self._forget(request_id, outcome)
         if request is None or request.replica_id is None or request.replica_id not in self.views:
             return []
         return [SendAbort(request_id, request.replica_id)]
@@ -184,7 +184,7 @@ class Dispatcher:
         request = self._requests.get(request_id)
         if request is None:
             return []
-        self.journal.note(request_id, now, "given back by the replica, which drains", replica=request.replica_id)
+        self.journal.note(request_id, now, GIVEN_BACK, replica=request.replica_id)
         request.replica_id = None
         request.is_returning = True
         return self._place_or_hold(request, now, self._config.resume_wait_s)
@@ -331,7 +331,7 @@ class Dispatcher:
 
     def _lose(self, request: Tracked, now: float) -> list[Instruction]:
         self._answered(request)
-        self.journal.note(request.request_id, now, "lost with its replica or its step", replica=request.replica_id)
+        self.journal.note(request.request_id, now, LOST, replica=request.replica_id)
         request.replica_id = None
         request.num_losses += 1
         if request.num_losses >= self._config.max_losses:
@@ -370,7 +370,7 @@ class Dispatcher:
 
     def _end_with(self, word: Refuse | Fail, now: float) -> list[Instruction]:
         self.journal.note(word.request_id, now, "ended by the router", why=word.message)
-        self._forget(word.request_id, "refused" if isinstance(word, Refuse) else "failed")
+        self._forget(word.request_id, REFUSED if isinstance(word, Refuse) else FAILED)
         return [word]
 
     def _give_up(self, request: Tracked, now: float) -> list[Instruction]:

@@ -21,7 +21,7 @@ MAX_BAD_WORD_CHARS = 128
 MAX_BIASES = 1024
 #: OpenAI's limit.
 MAX_BIAS = 100
-_TOKEN_KEY = re.compile(r"-?(?:0|[1-9][0-9]{0,19})")
+_TOKEN_KEY = re.compile(r"-?(?:0|[1-9][0-9]{0,99})")
 
 PROMPT_FORMS = "a string, a list of strings, a list of token ids, or a list of lists of token ids; none of them empty"
 

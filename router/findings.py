@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any
 
+from router.journal import LOST
+
 #: what took less than this share of the whole is not worth a sentence, nor is less than this many seconds
 _LEAST_SHARE, _LEAST_S = 0.1, 0.02
 
@@ -36,7 +38,7 @@ _HELD = ("router.max_queued_requests_per_replica", "router.admission_wait_ms", "
 _AT_ROUTER: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("arrived", "read, parsed and tokenized", ()),
     ("held", "held by the router: no replica had room in its queue", _HELD),
-    ("lost with its replica or its step", "lost with its replica, and not yet placed elsewhere", ("replicas.both",)),
+    (LOST, "lost with its replica, and not yet placed elsewhere", ("replicas.both",)),
     ("all tokens here", "its last bytes waited for a client that reads slowly", ()),
 )
 

@@ -28,6 +28,7 @@ from replica.errors import (
     ShoalError,
     TooManySequencesError,
     UnknownModelError,
+    UnsupportedValueError,
 )
 
 #: Longest error message sent to a client, in characters: echoed input must not amplify.
@@ -50,6 +51,7 @@ RULES: dict[type[ShoalError], ErrorRule] = {
     InvalidRequestError: ErrorRule(400, INVALID_REQUEST, None),
     NeverFitsError: ErrorRule(400, INVALID_REQUEST, "context_length_exceeded"),
     TooManySequencesError: ErrorRule(400, INVALID_REQUEST, "too_many_sequences"),
+    UnsupportedValueError: ErrorRule(400, INVALID_REQUEST, "unsupported_value"),  # OpenAI's code
     UnknownModelError: ErrorRule(404, INVALID_REQUEST, "model_not_found"),
     RefusedError: ErrorRule(503, UNAVAILABLE, "refused"),
     QueueFullError: ErrorRule(503, UNAVAILABLE, "queue_full"),

@@ -21,6 +21,7 @@ from router.http_metrics import HttpMetrics
 logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = b"x-request-id"
 MAX_REQUEST_ID_CHARS = 128
+_SCOPE_KEY = "shoal.request_id"
 #: longest head of a request: all header names and values together, and the path with its query
 MAX_HEADER_BYTES = 64 << 10
 MAX_TARGET_BYTES = 8 << 10
@@ -29,10 +30,12 @@ OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """The first header of this (lower-case) name."""
+    """The first header of this (lower-case) name. Blanks around a value are not part of it (RFC 9110, 5.5), and not
+    every server takes them away.
+    """
     for key, value in scope["headers"]:
         if key == name:
-            return bytes(value)
+            return bytes(value).strip(b" \t")
     return None
 
 
@@ -43,10 +46,14 @@ def route_path(scope: Scope) -> str:
 
 
 def request_id_of(scope: Scope) -> str:
-    """The client's `X-Request-Id` when it is 1 to 128 printable ASCII characters, else a new one.
+    """The client's `X-Request-Id` when it is 1 to 128 printable ASCII characters, else a new one; the same one for all
+    who ask behind `EdgeMiddleware`.
 
-    It is only repeated to the client: ids inside the cluster are ours, so that two clients cannot collide.
+    It is repeated to the client, logged, and found by `shoal why`: ids inside the cluster are ours, so that two clients
+    cannot collide.
     """
+    if (known := scope.get(_SCOPE_KEY)) is not None:
+        return str(known)
     value = header(scope, REQUEST_ID_HEADER)
     if value is not None and 0 < len(value) <= MAX_REQUEST_ID_CHARS and all(0x20 <= byte < 0x7F for byte in value):
         return value.decode("ascii")
@@ -80,7 +87,8 @@ class EdgeMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        id_header = (REQUEST_ID_HEADER, request_id_of(scope).encode("ascii"))
+        request_id = scope[_SCOPE_KEY] = request_id_of(scope)
+        id_header = (REQUEST_ID_HEADER, request_id.encode("ascii"))
         has_started = False
 
         async def send_with_id(message: Message) -> None:
@@ -100,7 +108,7 @@ class EdgeMiddleware:
             check_head(scope)
             await self._app(scope, receive, send_with_id)
         except Exception as error:
-            log_error(error)
+            log_error(error, request_id)
             if has_started:
                 raise  # nothing can be said any more: the server closes the connection
             await send_error(send_with_id, error)
@@ -181,9 +189,12 @@ async def _wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-def log_error(error: BaseException) -> None:
-    """Only what is neither the client's fault nor expected gets a stack trace."""
+def log_error(error: BaseException, *request_ids: str) -> None:
+    """Only what is neither the client's fault nor expected gets a stack trace. `request_ids`: ours, where the request
+    has one, and the `X-Request-Id` of its answer.
+    """
+    names = ", X-Request-Id ".join(request_ids)
     if not isinstance(error, (ShoalError, HttpError)):
-        logger.error("internal error in the HTTP edge", exc_info=error)
-    elif rule_of(error).status >= 500 and not isinstance(error, RefusedError):
-        logger.warning("request failed: %s", error)
+        logger.error("request %s: internal error in the HTTP edge", names, exc_info=error)
+    elif (rule := rule_of(error)).status >= 500 and not isinstance(error, RefusedError):
+        logger.warning("request %s failed with %d: %s", names, rule.status, error)

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from replica.errors import InvalidRequestError
-from replica.messages import RequestId
 from router.edge import Edge
 from router.http_errors import HttpError
 from router.openai_api import parse_detokenize, parse_tokenize
@@ -29,7 +28,8 @@ class InfoEndpoints:
 
     def __init__(self, edge: Edge) -> None:
         self._edge = edge
-        self._openapi = b""
+        #: by the policy it was made for
+        self._openapi: tuple[str, bytes] | None = None
 
     def _card(self, name: str) -> dict[str, object]:
         edge = self._edge
@@ -120,12 +120,13 @@ class InfoEndpoints:
     async def debug_request(self, request: Request) -> Response:
         """All that is known of one request: where its time went, and what it waits for."""
         self._check_admin("GET /debug/requests/{request_id}")
-        request_id = request.path_params["request_id"]
-        told = await self._edge.backend.explain(RequestId(request_id), EXPLAIN_TIMEOUT_S)
+        name = request.path_params["request_id"]
+        told = await self._edge.backend.explain(name, EXPLAIN_TIMEOUT_S) if name else None
         if told is None:
             raise HttpError(
                 404,
-                f"Neither this router nor a replica knows {short(request_id)}; what ended long ago is forgotten.",
+                f"Neither this router nor a replica knows {short(name)}, as an id or as an X-Request-Id. Another "
+                "router may; what ended long ago is forgotten, and a 400 for a wrong field is not kept.",
                 "not_found",
             )
         return json_response(told)
@@ -136,9 +137,10 @@ class InfoEndpoints:
 
     async def openapi(self, request: Request) -> Response:
         """What is accepted, from the models that accept it."""
-        if not self._openapi:
-            self._openapi = await self._edge.compute(True, self._build_openapi)
-        return Response(self._openapi, media_type="application/json")
+        policy = self._edge.settings.policy  # it may change, and with it what a priority may be
+        if self._openapi is None or self._openapi[0] != policy:
+            self._openapi = policy, await self._edge.compute(True, self._build_openapi)
+        return Response(self._openapi[1], media_type="application/json")
 
     def _build_openapi(self) -> bytes:
         """Takes 90 ms, and as much again to import, so it waits until somebody asks."""

@@ -1,7 +1,8 @@
 """PURE. What one router remembers of each request, living or lately ended: what was decided when, and on what grounds.
 
-The dispatcher writes down what it decides, the HTTP edge when bytes came and went, replicas tell their stages. Memory
-is bounded: of one request the first and the last events, of ended requests the last ones.
+The dispatcher writes down what it decides, the HTTP edge when bytes came and went and what error was told, replicas
+tell their stages. Memory is bounded: of one request the first and the last events, of ended requests the last ones, and
+apart from them the last refused ones: under overload those are many, and must not push the others out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from heapq import nsmallest
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -16,8 +18,14 @@ import msgspec
 from replica.messages import ReplicaId, RequestId, Stages
 from router.replica_view import ReplicaView
 
-#: ended requests that are remembered, 1 to 3 KB each
+#: ended requests that are remembered, 1 to 3 KB each, and as many refused ones
 MAX_ENDED = 1000
+#: how requests end: `aborted` by a client that left, `failed` with an error, `refused` before any token
+FINISHED, ABORTED, FAILED, REFUSED = "finished", "aborted", "failed", "refused"
+LOST = "lost with its replica or its step"
+GIVEN_BACK = "given back by the replica, which drains"
+#: events that say where a request is; those of the HTTP edge do not
+DECISIONS = frozenset({"arrived", "submitted", "placed", "held", "accepted", LOST, GIVEN_BACK})
 #: events of one request: so many of the first and so many of the last
 _MAX_FIRST, _MAX_LAST = 32, 16
 #: replicas whose load is written down with a decision
@@ -35,10 +43,12 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 class Entry:
     """One request."""
 
-    __slots__ = ("_first", "_last", "num_events", "opened_at", "outcome", "request_id", "stages")
+    __slots__ = ("_first", "_last", "header_id", "num_events", "opened_at", "outcome", "request_id", "stages")
 
-    def __init__(self, request_id: RequestId, now: float) -> None:
+    def __init__(self, request_id: RequestId, now: float, header_id: str) -> None:
         self.request_id = request_id
+        #: `X-Request-Id` of its answer: the client's own, so not unique, or made by the edge
+        self.header_id = header_id
         self.opened_at = now
         self._first: list[Event] = []
         self._last: deque[Event] = deque(maxlen=_MAX_LAST)
@@ -60,6 +70,10 @@ class Entry:
         return [*self._first, *self._last]
 
     @property
+    def last_decision(self) -> Event | None:
+        return next((event for event in reversed(self.events) if event.what in DECISIONS), None)
+
+    @property
     def num_dropped_events(self) -> int:
         return self.num_events - len(self._first) - len(self._last)
 
@@ -72,6 +86,7 @@ class Journal:
         self._living: dict[RequestId, Entry] = {}
         #: oldest end first
         self._ended: dict[RequestId, Entry] = {}
+        self._refused: dict[RequestId, Entry] = {}
 
     @property
     def num_living(self) -> int:
@@ -79,13 +94,19 @@ class Journal:
 
     @property
     def num_ended(self) -> int:
+        """Refused ones are not among them."""
         return len(self._ended)
 
-    def open(self, request_id: RequestId, now: float) -> None:
+    @property
+    def num_refused(self) -> int:
+        return len(self._refused)
+
+    def open(self, request_id: RequestId, now: float, header_id: str = "") -> None:
         """A request is here. Idempotent while it lives."""
         if request_id not in self._living:
-            self._ended.pop(request_id, None)  # ids are not used again, but nothing here depends on that
-            self._living[request_id] = Entry(request_id, now)
+            for over in (self._ended, self._refused):  # ids are not used again, but nothing here depends on that
+                over.pop(request_id, None)
+            self._living[request_id] = Entry(request_id, now, header_id)
 
     def note(self, request_id: RequestId, now: float, what: str, /, **detail: Any) -> None:
         if (entry := self.of(request_id)) is not None:
@@ -97,17 +118,24 @@ class Journal:
             entry.stages[index] = (replica_id, stages)
 
     def end(self, request_id: RequestId, outcome: str) -> None:
-        """Nothing more will be decided about it."""
+        """Nothing more will be decided about it. The first outcome counts."""
         entry = self._living.pop(request_id, None)
         if entry is None:
             return
         entry.outcome = outcome
-        self._ended[request_id] = entry
-        if len(self._ended) > self._most_ended:
-            del self._ended[next(iter(self._ended))]
+        over = self._refused if outcome == REFUSED else self._ended
+        over[request_id] = entry
+        if len(over) > self._most_ended:
+            del over[next(iter(over))]
 
     def of(self, request_id: RequestId) -> Entry | None:
-        return self._living.get(request_id) or self._ended.get(request_id)
+        return self._living.get(request_id) or self._ended.get(request_id) or self._refused.get(request_id)
+
+    def under(self, header_id: str) -> list[Entry]:
+        """Whose answers had this `X-Request-Id`, the latest first. Looks at all: people ask, programs do not."""
+        everyone = chain(self._living.values(), self._ended.values(), self._refused.values())
+        found = [entry for entry in everyone if header_id and entry.header_id == header_id]
+        return sorted(found, key=lambda entry: -entry.opened_at)
 
     def living(self) -> Iterator[Entry]:
         """Oldest first."""
@@ -136,8 +164,9 @@ def _standing(view: ReplicaView, said_no_at: int | None, num_sequences: int, now
     standing: dict[str, Any] = {
         "replica": view.replica_id,
         "outstanding_tokens": view.outstanding_tokens,
-        "queued": view.load.num_queued + view.unanswered_sequences,
+        "queued": view.load.num_queued,
         "cap": view.load.queue_cap,
+        "unanswered": view.unanswered_sequences,
         "placed": view.num_placed,
     }
     if said_no_at == view.num_news:

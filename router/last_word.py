@@ -12,8 +12,8 @@ from router.tracked import Tracked
 
 
 def retry_after_s(views: Collection[ReplicaView], now: float) -> float:
-    """Seconds until the queues in front of a new request have drained, from their measured rates; 1 to 60."""
-    loads = [view.load for view in views if view.is_placeable(now)]
+    """Seconds until the queues in front of a new request have drained, as their replicas foresee it; 1 to 60."""
+    loads = [view.load for view in views if view.is_placeable(now) and view.load.drain_rate > 0]
     rate = sum(load.drain_rate for load in loads)
     if rate <= 0:
         return 1.0

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping
 
-from replica.errors import (
-    DeadlineExceededError,
-    InvalidRequestError,
-    NeverFitsError,
-    NoReplicaError,
-    QueueFullError,
-    ReplicaLostError,
-    ShedError,
-    ShoalError,
-    TooManySequencesError,
-)
+from replica.errors import DeadlineExceededError, QueueFullError, ReplicaLostError, ShoalError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -24,7 +15,6 @@ from replica.messages import (
     Explained,
     FinishReason,
     GenerateRequest,
-    RefusalReason,
     ReplicaId,
     RequestId,
     ResetDone,
@@ -40,12 +30,16 @@ from router.cache_reset import CacheResets
 from router.dispatcher import Dispatcher
 from router.engine_metrics import render_metrics
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
+from router.journal import FAILED, REFUSED
 from router.live_stream import LiveStream
+from router.outcomes import final_error, refusal_error
 from router.questions import Answers, Questions
 from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
 from router.sequence_names import SequenceNames
-from router.why import explain, living
+from router.why import explain, living, num_living
+
+logger = logging.getLogger(__name__)
 
 
 class LiveBackend:
@@ -61,6 +55,7 @@ class LiveBackend:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.dispatcher = dispatcher
+        self.journal = dispatcher.journal
         self.router_id = router_id
         #: names the configuration: equal numbers, equal live values
         self.config_number = 0
@@ -124,22 +119,28 @@ class LiveBackend:
     async def reset_prefix_cache(self, timeout_s: float) -> int:
         return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
 
-    def note(self, request_id: RequestId, what: str, at_s: float) -> None:
-        if what == "arrived":
-            self.dispatcher.journal.open(request_id, at_s)
-        self.dispatcher.journal.note(request_id, at_s, what)
-
-    async def explain(self, request_id: RequestId, timeout_s: float) -> dict[str, object] | None:
+    async def explain(self, name: str, timeout_s: float) -> dict[str, object] | None:
+        entry, namesakes = self.journal.of(RequestId(name)), self.journal.under(name)
+        if entry is None and namesakes:
+            entry = namesakes[0]
+        request_id = RequestId(name) if entry is None else entry.request_id
         answers = await self._ask(request_id, 0, timeout_s)
-        told = explain(self.dispatcher.journal.of(request_id), answers, self._clock(), self._wall_clock())
-        return None if told is None else {"request_id": request_id, **self._who_answered(answers), **told}
+        accounts = {replica_id: answer.accounts for replica_id, answer in answers.items()}
+        told = explain(entry, accounts, self._clock(), self._wall_clock())
+        if told is None:
+            return None
+        others = [other.request_id for other in namesakes if other is not entry]
+        return {"request_id": request_id, "same_x_request_id": others, **self._who_answered(answers), **told}
 
     async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
         answers = await self._ask("", limit, timeout_s)
-        entries = self.dispatcher.journal.living()
+        entries = list(self.journal.living())
+        accounts = {replica_id: answer.accounts for replica_id, answer in answers.items()}
+        counts = {replica_id: answer.num_requests for replica_id, answer in answers.items()}
         return {
             **self._who_answered(answers),
-            "requests": living(entries, answers, self.router_id, self._clock(), limit),
+            "num_requests": num_living(entries, counts),
+            "requests": living(entries, accounts, self.router_id, self._clock(), limit),
         }
 
     async def _ask(self, request_id: str, limit: int, timeout_s: float) -> Answers:
@@ -228,8 +229,8 @@ class LiveBackend:
                 self.dispatcher.on_draining(replica_id)
             case ResetDone(reset_id=reset_id):
                 self._resets.answered(replica_id, reset_id)
-            case Explained(question_id=question_id, accounts=accounts):
-                self._questions.answered(replica_id, question_id, accounts)
+            case Explained():
+                self._questions.answered(replica_id, message)
 
     def _on_step(self, replica_id: ReplicaId, message: StepOutput, now: float) -> None:
         view = self.dispatcher.views.get(replica_id)
@@ -241,7 +242,10 @@ class LiveBackend:
         for request_id, outputs in by_request.items():
             stream = self._streams.get(request_id)
             if stream is not None and self.dispatcher.is_working_on(request_id, replica_id):
-                self._deliver(stream, replica_id, outputs, now)
+                try:
+                    self._deliver(stream, replica_id, outputs, now)
+                except Exception as error:
+                    self._end_broken(request_id, error)
         self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
         if not view.is_connected:
             self._carry_out(self.dispatcher.on_connected(replica_id, now))
@@ -252,8 +256,9 @@ class LiveBackend:
         outputs = [output for output in outputs if stream.wants(output.index)]
         ends = {output.finish_reason for output in outputs}
         for output in outputs:
-            if (error := _final_error(output)) is not None:  # it would be the same on any other replica
-                self._carry_out(self.dispatcher.abort(request_id))
+            if (error := final_error(output)) is not None:  # it would be the same on any other replica
+                outcome = REFUSED if isinstance(error, DeadlineExceededError) else FAILED
+                self._carry_out(self.dispatcher.abort(request_id, outcome))
                 self._end(request_id, error)
                 return
         if FinishReason.SHED in ends:  # always the whole request, before any token
@@ -261,7 +266,7 @@ class LiveBackend:
             return
         for output in outputs:
             if output.stages is not None:
-                self.dispatcher.journal.told(request_id, output.index, replica_id, output.stages)
+                self.journal.told(request_id, output.index, replica_id, output.stages)
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
             self.dispatcher.progressed(request_id)
@@ -271,7 +276,7 @@ class LiveBackend:
             # the step failed, not the request: the others of its sequences are taken along to the next attempt
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_failed(request_id, now)])
         elif stream.is_finished:
-            self.dispatcher.journal.note(request_id, now, "all tokens here")
+            self.journal.note(request_id, now, "all tokens here")
             self.dispatcher.finish(request_id)
             self._forget(request_id)
         elif FinishReason.MOVED in ends:
@@ -301,7 +306,7 @@ class LiveBackend:
             self._clients[replica_id].send(Abort(request_id, indices))
         stream = self._streams.get(request_id)
         if stream is not None and stream.is_finished:
-            self.dispatcher.journal.note(request_id, self._clock(), "all tokens here")
+            self.journal.note(request_id, self._clock(), "all tokens here")
             self.dispatcher.finish(request_id)
             self._forget(request_id)
 
@@ -317,18 +322,33 @@ class LiveBackend:
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
-            match instruction:
-                case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
-                    request = self._streams[request_id].to_submit(instruction.is_returning)
-                    self._clients[replica_id].send(Submit(request, epoch))
-                case SendAbort(request_id=request_id, replica_id=replica_id):
-                    if replica_id in self._clients:
-                        self._clients[replica_id].send(Abort(request_id))
-                case Refuse(request_id=request_id):
-                    self._end(request_id, _refusal(instruction))
-                case Fail(request_id=request_id, message=message):
-                    self._end(request_id, ReplicaLostError(message))
+            try:
+                self._carry_out_one(instruction)
+            except Exception as error:
+                self._end_broken(instruction.request_id, error)
         self._set_timer()
+
+    def _carry_out_one(self, instruction: Instruction) -> None:
+        match instruction:
+            case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
+                request = self._streams[request_id].to_submit(instruction.is_returning)
+                self._clients[replica_id].send(Submit(request, epoch))
+            case SendAbort(request_id=request_id, replica_id=replica_id):
+                if replica_id in self._clients:
+                    self._clients[replica_id].send(Abort(request_id))
+            case Refuse(request_id=request_id):
+                self._end(request_id, refusal_error(instruction))
+            case Fail(request_id=request_id, message=message):
+                self._end(request_id, ReplicaLostError(message))
+
+    def _end_broken(self, request_id: RequestId, error: Exception) -> None:
+        """A mistake of ours with one request ends this one. Raised any further it would cut the link to a replica, and
+        all that run there would count it as a loss.
+        """
+        logger.error("request %s could not be carried on; it ends", request_id, exc_info=error)
+        for instruction in self.dispatcher.abort(request_id, FAILED):
+            self._carry_out_one(instruction)
+        self._end(request_id, ShoalError("the router could not carry on with this request; its log says why"))
 
     def _end(self, request_id: RequestId, error: ShoalError) -> None:
         stream = self._forget(request_id)
@@ -351,30 +371,3 @@ class LiveBackend:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._on_time()
-
-
-def _final_error(output: SequenceOutput) -> ShoalError | None:
-    match output.finish_reason:
-        case FinishReason.INVALID:
-            return InvalidRequestError(output.message)
-        case FinishReason.DEADLINE:
-            return DeadlineExceededError(output.message)
-    return None
-
-
-def _refusal(instruction: Refuse) -> ShoalError:
-    match instruction.reason:
-        case RefusalReason.NEVER_FITS:
-            return NeverFitsError(instruction.message, None)
-        case RefusalReason.TOO_MANY_SEQUENCES:
-            return TooManySequencesError(instruction.message, "n")
-        case RefusalReason.INVALID:
-            return InvalidRequestError(instruction.message)
-        case RefusalReason.DEADLINE:
-            return DeadlineExceededError(instruction.message)
-        case RefusalReason.SHED:
-            return ShedError(instruction.message, instruction.retry_after_s)
-        case RefusalReason.NO_REPLICA:
-            return NoReplicaError(instruction.message, instruction.retry_after_s)
-        case _:
-            return QueueFullError(instruction.message, instruction.retry_after_s)

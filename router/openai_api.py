@@ -41,7 +41,11 @@ from router.tool_request import ToolRequest, parse_tools
 
 #: a day
 MAX_DEADLINE_MS = 86_400_000
+DEADLINE_ALLOWED = f"a number above 0, up to {MAX_DEADLINE_MS} (a day)"
+# Here are limits that hold for every model. How large n, max_tokens and others may be depends on model and
+# configuration: `prepare.check_request` knows it, and names it, however large the number is.
 _INT64 = 1 << 63
+_INT64_RANGE = f"an integer from {-_INT64} to {_INT64 - 1}"
 #: vLLM's default
 MAX_LOGPROBS = 20
 #: the schemas of tools together may take that many times what one schema may
@@ -89,11 +93,11 @@ class _CommonFields(BaseModel):
     model_config = _STRICT
 
     model: str | None = Field(None, description="the name of a model that is served; the default is the first one")
-    max_tokens: int | None = Field(None, ge=0, lt=_INT64, description="an integer of at least 0 (chat: 1)")
-    min_tokens: int = Field(0, ge=0, lt=_INT64, description="an integer of at least 0")
+    max_tokens: int | None = Field(None, ge=0, description="an integer of at least 0 (chat: 1)")
+    min_tokens: int = Field(0, ge=0, description="an integer of at least 0")
     temperature: float | None = Field(None, ge=0, le=2, description="a number from 0 to 2")
     top_p: float | None = Field(None, gt=0, le=1, description="a number above 0 and at most 1")
-    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="an integer: -1 or 0 for off, or at least 1")
+    top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="an integer from -1 to 2147483647; -1 and 0: off")
     min_p: float | None = Field(None, ge=0, le=1, description="a number from 0 to 1")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="a number from -2 to 2")
@@ -101,8 +105,8 @@ class _CommonFields(BaseModel):
     logit_bias: _LogitBias = Field({}, description="an object of token ids and numbers from -100 to 100")
     bad_words: _BadWords = Field((), description="a list of at most 128 strings of 1 to 128 characters")
     allowed_token_ids: _AllowedIds = Field((), description="a list of at least one token id")
-    seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description="a 64-bit signed integer; -1 is none")
-    n: int = Field(1, ge=1, lt=_INT64, description="an integer of at least 1")
+    seed: int | None = Field(None, ge=-_INT64, lt=_INT64, description=f"{_INT64_RANGE}; -1 is none")
+    n: int = Field(1, ge=1, description="an integer of at least 1")
     stop: _Stop = Field((), description="a string, or a list of at most 4 strings of 1 to 1024 characters")
     stop_token_ids: _StopTokenIds = Field((), description="a list of at most 128 token ids")
     include_stop_str_in_output: bool = Field(False, description=_BOOL)
@@ -113,7 +117,7 @@ class _CommonFields(BaseModel):
     return_token_ids: bool = Field(False, description=_BOOL)
     return_tokens_as_token_ids: bool = Field(False, description=_BOOL)
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, lt=_INT64, description="an integer of at least 1, or -1 for what the context holds"
+        None, ge=-1, description="an integer of at least 1, or -1 for what the context holds"
     )
     truncation_side: Literal["left"] = Field("left", description="'left': the end of the prompt is kept")
     response_format: _ResponseFormat = Field(
@@ -127,10 +131,8 @@ class _CommonFields(BaseModel):
         None, description="an object with include_usage, continuous_usage_stats"
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=256, description="a string of 1 to 256 characters")
-    priority: int = Field(0, ge=-_INT64, lt=_INT64, description="an integer")
-    deadline_ms: float | None = Field(
-        None, gt=0, le=MAX_DEADLINE_MS, description="a number above 0, up to 86400000 (a day)"
-    )
+    priority: int = Field(0, ge=-_INT64, lt=_INT64, description=_INT64_RANGE)
+    deadline_ms: float | None = Field(None, gt=0, le=MAX_DEADLINE_MS, description=DEADLINE_ALLOWED)
     request_id: str | None = Field(None, min_length=1, max_length=128, description="a string of 1 to 128 characters")
 
     @property
@@ -151,7 +153,7 @@ class ChatRequest(_CommonFields):
     """POST /v1/chat/completions."""
 
     messages: _Messages = Field(description="a list of at least one message")
-    max_completion_tokens: int | None = Field(None, ge=1, lt=_INT64, description="an integer of at least 1")
+    max_completion_tokens: int | None = Field(None, ge=1, description="an integer of at least 1")
     logprobs: bool = Field(False, description=_BOOL)
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="an integer from 0 to 20")
     tools: _Tools = Field(None, description="a list of at most 128 functions")

@@ -136,7 +136,7 @@ def _limit(name: str, field: Schema, settings: AppSettings) -> None:
                 part["not"] = {"const": 0}
         if name == "prompt" and part.get("type") == "array" and part["items"] != field_id(settings):
             part["maxItems"] = settings.max_prompts
-        if name == "priority" and settings.policy == "fcfs" and part.get("type") == "integer":
+        if name == "priority" and settings.policy != "priority" and part.get("type") == "integer":
             part["maximum"] = part["minimum"] = 0
             part.pop("exclusiveMaximum", None)
         if name == "model" and part.get("type") == "string":

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from replica.errors import InvalidRequestError, NeverFitsError, UnknownModelError
+from replica.errors import InvalidRequestError, NeverFitsError, UnknownModelError, UnsupportedValueError
 from replica.messages import MAX_MESSAGE_BYTES, GenerateRequest, RequestId, SamplingParams, SequenceInput
 from router.app_settings import AppSettings
 from router.detokenizer import Detokenizer
@@ -149,7 +149,7 @@ def check_request(request: ChatOrCompletion, settings: AppSettings) -> int:
         check_vocabulary(getattr(request, name), settings.vocab_size, name)
     check_vocabulary(list(request.logit_bias), settings.vocab_size, "logit_bias")
     if request.priority and settings.policy != "priority":
-        raise InvalidRequestError(
+        raise UnsupportedValueError(
             f"priority is {request.priority}, which the policy {settings.policy!r} here does not look at; allowed: 0.",
             "priority",
         )

@@ -6,10 +6,10 @@ import asyncio
 import uuid
 from collections.abc import Callable, Iterable
 
-from replica.messages import Explain, ReplicaId, SequenceAccount
+from replica.messages import Explain, Explained, ReplicaId
 
 #: what each replica said; those missing did not answer in time
-Answers = dict[ReplicaId, list[SequenceAccount]]
+Answers = dict[ReplicaId, Explained]
 
 
 class _Pending:
@@ -50,11 +50,11 @@ class Questions:
             del self._pending[question.question_id]
         return pending.answers
 
-    def answered(self, replica_id: ReplicaId, question_id: str, accounts: list[SequenceAccount]) -> None:
+    def answered(self, replica_id: ReplicaId, answer: Explained) -> None:
         """Answers to forgotten questions change nothing."""
-        pending = self._pending.get(question_id)
+        pending = self._pending.get(answer.question_id)
         if pending is not None and replica_id in pending.waiting_for:
-            pending.answers[replica_id] = accounts
+            pending.answers[replica_id] = answer
             self._leave(pending, replica_id)
 
     def gone(self, replica_id: ReplicaId) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from replica.messages import ReplicaId, SequenceAccount, SequenceState, Stages, WaitCause
 from router.findings import findings
-from router.journal import Entry
+from router.journal import GIVEN_BACK, LOST, Entry
 
 Accounts = Mapping[ReplicaId, list[SequenceAccount]]
 
@@ -25,6 +25,8 @@ _LACKS = {
 UNKNOWN = "unknown"
 #: how far a request is: that of its sequence that is furthest behind
 _ORDER = (UNKNOWN, *SequenceState)
+#: what a request does, what it waits for, since when it waits and, of that, how long it has lacked what it lacks now
+_Standing = dict[str, Any]
 
 
 def explain(entry: Entry | None, accounts: Accounts, now: float, wall_now: float) -> dict[str, Any] | None:
@@ -35,6 +37,7 @@ def explain(entry: Entry | None, accounts: Accounts, now: float, wall_now: float
     told: dict[str, Any] = {}
     if entry is not None:
         told = {
+            "x_request_id": entry.header_id,
             "age_s": now - entry.opened_at,
             "arrived_at": wall_now - (now - entry.opened_at),
             "outcome": entry.outcome,
@@ -44,17 +47,17 @@ def explain(entry: Entry | None, accounts: Accounts, now: float, wall_now: float
             "events_left_out": entry.num_dropped_events,
         }
     first = min(sequences, key=lambda s: _ORDER.index(s["state"]), default=None)
-    state, waits_for, since_s = _standing(entry, first, now)
-    told |= {"state": state, "waits_for": waits_for, "since_s": since_s, "sequences": sequences}
+    told |= _standing(entry, first, now) | {"sequences": sequences}
     return told | {"findings": findings(told)}
 
 
 def living(
     entries: Iterable[Entry], accounts: Accounts, router_id: str, now: float, limit: int
 ) -> list[dict[str, Any]]:
-    """One line of data for each unfinished request, oldest first: of all routers where replicas have accepted it, of
-    this one where not.
+    """One line of data for each unfinished request, the `limit` oldest: of all routers where replicas have accepted it,
+    of this one where not.
     """
+    own: dict[str, Entry] = {entry.request_id: entry for entry in entries}
     by_request: dict[str, list[tuple[ReplicaId, SequenceAccount]]] = {}
     for replica_id, told in accounts.items():
         for account in told:
@@ -62,30 +65,39 @@ def living(
     lines: list[dict[str, Any]] = []
     for request_id, held in by_request.items():
         replica_id, account = min(held, key=lambda pair: _ORDER.index(pair[1].state))
-        sequence = sequence_data(replica_id, account)
-        state, waits_for, since_s = _standing(None, sequence, now)
+        # one that was moved is older than its time at this replica, but only its router knows
+        entry = own.get(request_id)
         lines.append(
             {
                 "request_id": request_id,
+                "x_request_id": "" if entry is None else entry.header_id,
                 "router_id": account.router_id,
                 "replica_id": replica_id,
                 "sequences": len(held),
-                "age_s": max(a.at - a.submitted_at for _, a in held),
-                "state": state,
-                "waits_for": waits_for,
-                "since_s": since_s,
+                "age_s": max(a.at - a.submitted_at for _, a in held) if entry is None else now - entry.opened_at,
+                **_standing_at_replica(sequence_data(replica_id, account)),
                 "num_ahead": account.num_ahead,
                 "output_tokens": sum(a.num_output_tokens for _, a in held),
             }
         )
-    for entry in entries:
-        if entry.request_id in by_request:
-            continue
-        state, waits_for, since_s = _standing(entry, None, now)
-        age_s = now - entry.opened_at
-        here = {"request_id": entry.request_id, "router_id": router_id, "replica_id": None, "age_s": age_s}
-        lines.append({**here, "sequences": 0, "state": state, "waits_for": waits_for, "since_s": since_s})
+    for entry in own.values():
+        # what a replica holds and did not tell of is younger than what it told
+        if entry.request_id not in by_request and _replica_of(entry) not in accounts:
+            here: dict[str, Any] = {"request_id": entry.request_id, "x_request_id": entry.header_id}
+            here |= {"router_id": router_id, "replica_id": None, "sequences": 0, "age_s": now - entry.opened_at}
+            lines.append(here | _standing_at_router(entry, now))
     return sorted(lines, key=_oldest_first)[:limit]
+
+
+def num_living(entries: Iterable[Entry], counts: Mapping[ReplicaId, int]) -> int:
+    """How many requests are unfinished: `counts` by the replicas that answered, and what none of those holds."""
+    return sum(counts.values()) + sum(_replica_of(entry) not in counts for entry in entries)
+
+
+def _replica_of(entry: Entry) -> ReplicaId | None:
+    """The replica that has accepted it, if one has."""
+    decision = entry.last_decision
+    return decision.detail["replica"] if decision is not None and decision.what == "accepted" else None
 
 
 def _oldest_first(line: Mapping[str, Any]) -> tuple[float, str]:
@@ -106,7 +118,9 @@ def sequence_data(replica_id: ReplicaId, account: SequenceAccount) -> dict[str, 
         **_stage_data(stages, account.request_id, account.submitted_at),
         "lacks": None if account.lacks_since is None or stages.waited_for is None else stages.waited_for.value,
         "lacks_since_s": None if account.lacks_since is None else account.at - account.lacks_since,
+        "waiting_s": None if account.waiting_since is None else account.at - account.waiting_since,
         "num_ahead": account.num_ahead,
+        "turn_lacks": None if account.turn_lacks is None else account.turn_lacks.value,
         "priority": account.priority,
         "prompt_tokens": account.num_prompt_tokens,
         "cached_tokens": account.num_cached_tokens,
@@ -159,26 +173,47 @@ def _remembered(entry: Entry, index: int, replica_id: ReplicaId, stages: Stages)
     }
 
 
-def _standing(entry: Entry | None, sequence: dict[str, Any] | None, now: float) -> tuple[str, str | None, float | None]:
-    """What it does, what it waits for, and for how long already."""
+def _standing(entry: Entry | None, sequence: dict[str, Any] | None, now: float) -> _Standing:
+    """Of a living request the router's word counts where it is with no replica, whatever those say that had it."""
     if sequence is None:
         return _standing_at_router(entry, now)
+    has_left = sequence["state"] in (UNKNOWN, SequenceState.ENDED)
+    if has_left and entry is not None and entry.outcome is None and _replica_of(entry) is None:
+        return _standing_at_router(entry, now)
+    return _standing_at_replica(sequence)
+
+
+def _standing_at_replica(sequence: dict[str, Any]) -> _Standing:
     state = sequence["state"]
     if state == SequenceState.GRAMMAR:
-        return state, "its grammar to be compiled", sequence["total_s"]
+        return _waits(state, "its grammar to be compiled", sequence["total_s"])
     if state not in (SequenceState.QUEUED, SequenceState.RETURNING):
-        return state, None, None
+        return _waits(state, None, None)
+    since_s = sequence["total_s"] if sequence["waiting_s"] is None else sequence["waiting_s"]
+    if not sequence["num_preemptions"]:
+        since_s -= sequence["grammar_s"]  # that was another wait, and it is over
     if sequence["lacks"] is not None:
-        return state, _LACKS[WaitCause(sequence["lacks"])], sequence["lacks_since_s"]
-    ahead = sequence["num_ahead"]
-    return state, f"its turn, {ahead} before it" if ahead else "the next step", sequence["total_s"]
+        return _waits(state, _LACKS[WaitCause(sequence["lacks"])], since_s, sequence["lacks_since_s"])
+    if not (ahead := sequence["num_ahead"]):
+        return _waits(state, "the next step", since_s)
+    what = f"its turn, {ahead} before it"
+    if sequence["turn_lacks"] is not None:
+        what += f"; the first of them lacks {_LACKS[WaitCause(sequence['turn_lacks'])]}"
+    return _waits(state, what, since_s)
 
 
-def _standing_at_router(entry: Entry | None, now: float) -> tuple[str, str | None, float | None]:
+def _standing_at_router(entry: Entry | None, now: float) -> _Standing:
     if entry is None or entry.outcome is not None:
-        return "ended", None, None
-    event = entry.events[-1] if entry.events else None
+        return _waits("ended", None, None)
+    event = entry.last_decision
     if event is None or event.what in ("arrived", "submitted"):
-        return "arrived", "the router to place it", now - entry.opened_at
-    waits_for = {"held": "a replica with room in its queue", "placed": "the replica's answer"}.get(event.what)
-    return ("held" if event.what == "held" else "placed"), waits_for, now - event.at
+        return _waits("arrived", "the router to place it", now - entry.opened_at)
+    since_s = now - event.at
+    if event.what == "held":
+        came_back = any(earlier.what in (LOST, GIVEN_BACK) for earlier in entry.events if earlier.at == event.at)
+        return _waits("held", "another replica" if came_back else "a replica with room in its queue", since_s)
+    return _waits("placed", "the replica's answer" if event.what == "placed" else None, since_s)
+
+
+def _waits(state: str, what: str | None, since_s: float | None, lacks_since_s: float | None = None) -> _Standing:
+    return {"state": str(state), "waits_for": what, "since_s": since_s, "lacks_since_s": lacks_since_s}

@@ -10,7 +10,8 @@
 namespace shoal {
 
 constexpr int PIECE = 32;
-constexpr int TILE_QUERIES = 8;  // query tokens that share one pass over K and V
+// Query tokens that share one pass over K and V: at 8,000 keys 32 cost 8 % less than 8; 64 gain nothing more.
+constexpr int TILE_QUERIES = 32;
 
 struct KVLayout {
     int32_t block_size, head_dim;
@@ -116,13 +117,15 @@ static inline void pack_values(bf16* panels, const bf16* const* rows, int64_t sh
         }
 }
 
+template <typename T> struct NextPiece { const T* rows[PIECE]; };
+
 template <typename T> struct Attention {
     KVLayout kv;
     int heads, kv_heads;
     float scale;
 
     // Rows [r0, rows) of the tile against one packed piece starting at key `first`.
-    void piece(AttentionScratch<T>& s, int r0, int rows, int group, int first_position, int first) const {
+    void piece(AttentionScratch<T>& s, int r0, int rows, int group, int first_position, int first, const NextPiece<T>& coming) const {
         const int D = kv.head_dim;
         for (int r = r0; r < rows; r += MAX_ROWS) {
             with_rows(rows - r < MAX_ROWS ? rows - r : MAX_ROWS, [&](auto n) {
@@ -136,7 +139,10 @@ template <typename T> struct Attention {
                 }
             });
         }
-        for (int r = r0; r < rows; r++) soften(s, r, first_position + r / group + 1 - first);
+        fetch(coming, 3);
+        int r = r0;
+        for (; r + 4 <= rows; r += 4) soften<4>(s, r, group, first_position + 1 - first);
+        for (; r < rows; r++) soften<1>(s, r, group, first_position + 1 - first);
         for (int d = 0; d < D; d += PANEL)
             for (int r = r0; r < rows; r += MAX_ROWS)
                 with_rows(rows - r < MAX_ROWS ? rows - r : MAX_ROWS, [&](auto n) {
@@ -154,38 +160,74 @@ template <typename T> struct Attention {
                 });
     }
 
-    // Scores of one row and piece to weights; rescales what the row has gathered so far. `valid` keys count from the left.
-    void soften(AttentionScratch<T>& s, int r, int valid) const {
+    // Scores of N rows and one piece to weights; rescales what the rows have gathered so far. Row r sees keys below
+    // `seen + r / group`. Several rows at once hide the latency of the chains; each meets the same operations alone.
+    template <int N> void soften(AttentionScratch<T>& s, int r, int group, int seen) const {
         const V nothing = splat(-INFINITY);
-        V a = load(s.scores + (size_t)r * PIECE) * splat(scale), b = load(s.scores + (size_t)r * PIECE + LANES) * splat(scale);
-        if (valid < PIECE) {
-            a = lane_index() < splat((float)valid) ? a : nothing;
-            b = lane_index() + splat(16.0f) < splat((float)valid) ? b : nothing;
+        V a[N], b[N];
+        float top[N];
+        bool grew = false;
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) {
+            const float* scores = s.scores + (size_t)(r + i) * PIECE;
+            a[i] = load(scores) * splat(scale), b[i] = load(scores + LANES) * splat(scale);
+            const int valid = seen + (r + i) / group;
+            if (valid < PIECE) {
+                a[i] = lane_index() < splat((float)valid) ? a[i] : nothing;
+                b[i] = lane_index() + splat(16.0f) < splat((float)valid) ? b[i] : nothing;
+            }
         }
-        float old = s.row_max[r], top = max_lanes(max(a, b));
-        top = old > top ? old : top;
-        a = exp(a - splat(top)), b = exp(b - splat(top));
-        if (top != old) {  // multiplying by e^0 = 1 would give the same bits
-            V shrink = exp(splat(old) - splat(top));
-            s.row_max[r] = top;
-            s.row_sum[r] = s.row_sum[r] * shrink;
-            float* acc = s.acc + (size_t)r * kv.head_dim;
-            for (int d = 0; d < kv.head_dim; d += LANES) store(acc + d, load(acc + d) * shrink);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) {
+            top[i] = max_lanes(max(a[i], b[i]));
+            const float old = s.row_max[r + i];
+            grew |= top[i] > old;
+            top[i] = old > top[i] ? old : top[i];
         }
-        s.row_sum[r] = s.row_sum[r] + (a + b);
-        store(s.weights + (size_t)r * PIECE, a), store(s.weights + (size_t)r * PIECE + LANES, b);
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) a[i] = exp(a[i] - splat(top[i])), b[i] = exp(b[i] - splat(top[i]));
+        if (grew)  // multiplying by e^0 = 1 gives the same bits
+            for (int i = 0; i < N; i++) {
+                if (top[i] == s.row_max[r + i]) continue;
+                V shrink = exp(splat(s.row_max[r + i]) - splat(top[i]));
+                s.row_max[r + i] = top[i];
+                s.row_sum[r + i] = s.row_sum[r + i] * shrink;
+                float* acc = s.acc + (size_t)(r + i) * kv.head_dim;
+                for (int d = 0; d < kv.head_dim; d += LANES) store(acc + d, load(acc + d) * shrink);
+            }
+#pragma GCC unroll 4
+        for (int i = 0; i < N; i++) {
+            T* weights = s.weights + (size_t)(r + i) * PIECE;
+            s.row_sum[r + i] = s.row_sum[r + i] + (a[i] + b[i]);
+            store(weights, a[i]), store(weights + LANES, b[i]);
+        }
     }
 
-    // Starts loading the keys and values of one piece: blocks lie far apart, so the hardware cannot guess the next one.
-    // Worth 5 to 10 % of a decode step at batch 32; more than half of attention's samples still sit on the loads of K and V.
-    void prefetch(const AttentionItem& item, const T* cache, int first) const {
-        const int end = item.first_position + item.num_rows, count = end - first < PIECE ? end - first : PIECE;
-        if (count <= 0) return;
-        const T* rows[PIECE];
-        find_keys(rows, cache + (int64_t)item.kv_head * kv.head_stride, kv, item.block_table, first, count);
-        for (int i = 0; i < count; i++)
-            for (int d = 0; d < kv.head_dim; d += 64 / (int)sizeof(T))
-                __builtin_prefetch(rows[i] + d), __builtin_prefetch(rows[i] + kv.kv_stride + d);
+    // The rows of a piece that this thread will meet next; none: rows[0] is nullptr.
+    NextPiece<T> locate(const AttentionItem* item, const T* cache, int first) const {
+        NextPiece<T> next;
+        next.rows[0] = nullptr;
+        if (!item) return next;
+        const int end = item->first_position + item->num_rows, count = end - first < PIECE ? end - first : PIECE;
+        find_keys(next.rows, cache + (int64_t)item->kv_head * kv.head_stride, kv, item->block_table, first, count);
+        return next;
+    }
+
+    // Starts loading one quarter of a piece: keys or values of 16 tokens. Blocks lie far apart, so the hardware cannot
+    // guess the next one. A decode step's attention of 32 sequences with 192 tokens, ms of one core (Zen 4): without 20.6,
+    // all lines at once into the first level 22, into the second 13.4, there a quarter at a time between other work 9.0.
+    // Inlined by force: GCC 12 takes a function that only prefetches for one without effect, and drops the calls.
+    inline __attribute__((always_inline)) void fetch(const NextPiece<T>& next, int quarter) const {
+        if (!next.rows[0]) return;
+        const int64_t shift = quarter % 2 ? kv.kv_stride : 0;
+        const T* const* rows = next.rows + quarter / 2 * 16;
+        for (int i = 0; i < 16 && rows[i]; i++)
+            for (int d = 0; d < kv.head_dim; d += 64 / (int)sizeof(T)) __builtin_prefetch(rows[i] + shift + d, 0, 2);
+    }
+
+    inline __attribute__((always_inline)) void prefetch(const AttentionItem& item, const T* cache) const {
+        const NextPiece<T> next = locate(&item, cache, 0);
+        for (int quarter = 0; quarter < 4; quarter++) fetch(next, quarter);
     }
 
     // q, out: [tokens, heads * head_dim]; cache: the pool, already at this layer; next: what this thread does afterwards.
@@ -204,12 +246,15 @@ template <typename T> struct Attention {
         for (int first = 0; first < end; first += PIECE) {
             const T* key_rows[PIECE];
             find_keys(key_rows, head, kv, item.block_table, first, end - first < PIECE ? end - first : PIECE);
-            if (first + PIECE < end) prefetch(item, cache, first + PIECE);
-            else if (next) prefetch(*next, cache, 0);
+            const bool is_last = first + PIECE >= end;
+            const NextPiece<T> coming = locate(is_last ? next : &item, cache, is_last ? 0 : first + PIECE);
+            fetch(coming, 0);
             pack_keys(s.keys, key_rows, D);
+            fetch(coming, 1);
             pack_values(s.values, key_rows, kv.kv_stride, D);
+            fetch(coming, 2);
             int skip = first - item.first_position;  // rows at positions below `first` are done
-            piece(s, skip > 0 ? skip * group : 0, rows, group, item.first_position, first);
+            piece(s, skip > 0 ? skip * group : 0, rows, group, item.first_position, first, coming);
         }
         for (int r = 0; r < rows; r++) {
             T* to = out + (size_t)(item.first_row + r / group) * width + (size_t)(item.kv_head * group + r % group) * D;

@@ -135,14 +135,16 @@ template <typename T> class Step {
     Barrier barrier;
     std::atomic<int>* next_item;
 
-    // Longest first, so that the last item a thread takes is a short one.
+    // Longest first, so that the last item a thread takes is a short one; shorter ones where a thread got fewer than four.
     void list_items() {
+        int queries = TILE_QUERIES;
+        while (queries > 8 && (long)tokens * m.num_kv_heads < 4L * m.num_threads * queries) queries /= 2;
         for (int i = 0; i < s.num_seqs; i++) {
             const int start = s.seq_start[i], count = s.seq_start[i + 1] - start;
             const int32_t* table = s.block_tables + (int64_t)s.seq_slot[i] * s.table_stride;
-            for (int r = 0; r < count; r += TILE_QUERIES)
+            for (int r = 0; r < count; r += queries)
                 for (int head = 0; head < m.num_kv_heads; head++)
-                    items.push_back({start + r, std::min(TILE_QUERIES, count - r), s.positions[start + r], head, table});
+                    items.push_back({start + r, std::min(queries, count - r), s.positions[start + r], head, table});
         }
         auto cost = [](const AttentionItem& x) { return (long)(x.first_position + x.num_rows) * (x.num_rows + 2); };
         std::stable_sort(items.begin(), items.end(), [&](auto& x, auto& y) { return cost(x) > cost(y); });
@@ -185,7 +187,7 @@ template <typename T> class Step {
         const T* cache = (const T*)m.kv + (int64_t)index * m.layer_stride;
         const int count = (int)items.size();
         int i = next_item[index].fetch_add(1, std::memory_order_relaxed);
-        if (i < count) attention.prefetch(items[i], cache, 0);
+        if (i < count) attention.prefetch(items[i], cache);
         while (i < count) {
             const int next = next_item[index].fetch_add(1, std::memory_order_relaxed);
             attention.run(items[i], next < count ? &items[next] : nullptr, b.q, b.attention, cache, scratch);

@@ -56,9 +56,10 @@ static inline __attribute__((always_inline)) void accumulate(V (&c)[R][2], const
     constexpr int STEP = Pack<T>::STEP;
     for (int i = 0; i < k; i += STEP) {
         const T* b = panel + (size_t)i * PANEL;
-        // 4 KiB ahead: the weights stream from memory at batch 1
-        __builtin_prefetch((const char*)b + 4096);
-        __builtin_prefetch((const char*)b + 4096 + 64);
+        // 4 KiB ahead, into the second level: at few rows the weights stream from memory. All products of a step, ms of
+        // one core with 1, 8, 32 rows (Zen 4): 10.7, 12.4, 40.6; into the first level 11.8, 14.3, 43.7
+        __builtin_prefetch((const char*)b + 4096, 0, 2);
+        __builtin_prefetch((const char*)b + 4096 + 64, 0, 2);
         auto b0 = Pack<T>::column(b);
         auto b1 = Pack<T>::column(b + LANES * STEP);
 #pragma GCC unroll 16

@@ -96,6 +96,8 @@ class ApiUnderTest:
         found = []
         if self.backend.load() or self.backend.dispatcher.num_held or self.backend._streams:
             found.append(f"router: load {self.backend.load()}, {len(self.backend._streams)} streams")
+        if self.backend.journal.num_living:
+            found.append(f"router: {self.backend.journal.num_living} requests that never ended, for `shoal why`")
         for replica in self.replicas:
             core = replica.engine.core
             if core.num_unfinished or core._requests:

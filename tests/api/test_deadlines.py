@@ -59,7 +59,7 @@ def knows(api: ApiUnderTest, num_queued: int) -> None:
 
 
 def test_a_bad_deadline_is_refused_with_its_name(fake: ApiUnderTest) -> None:
-    for value in ("soon", "0", "-3", "nan", "inf", "86400001", "", "1_000", "1e3", "1,5"):
+    for value in ("soon", "0", "-3", "nan", "inf", "86400001", "", "1_000", "1,5"):
         response = fake.http.post(
             "/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Deadline-Ms": value}
         )
@@ -67,6 +67,16 @@ def test_a_bad_deadline_is_refused_with_its_name(fake: ApiUnderTest) -> None:
     for value in (0, -1, "soon", 86_400_001, True):  # type: ignore[assignment]
         error_of(complete(fake, prompt="x", deadline_ms=value), 400, "deadline_ms")
         error_of(chat(fake, "x", deadline_ms=value), 400, "deadline_ms")
+
+
+def test_blanks_around_a_header_reach_nobody(fake: ApiUnderTest) -> None:
+    """As they stand on the wire: not every HTTP server takes them away."""
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    for value in ("60000 ", "   60000", "\t6e4 \t"):
+        with Wire(fake.port) as wire:
+            head = f"X-Request-Deadline-Ms:{value}\r\nContent-Type: application/json \r\nContent-Length: {len(body)} "
+            wire.send(f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+            assert wire.reply().status == 200, value
 
 
 @pytest.mark.parametrize("form", ["header", "field", "both"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -11,7 +12,7 @@ import pytest
 from replica.messages import CHANNEL_OPTIONS
 from replica.service import _OPTIONS as SERVICE_OPTIONS
 from router.dispatcher import DispatcherConfig
-from tests.api.calls import CHAT, COMPLETIONS
+from tests.api.calls import CHAT, COMPLETIONS, complete, error_of
 from tests.api.harness import KEEP_ALIVE_S, ApiUnderTest, fake_api
 from tests.api.wire import ConnectionEndedError, Wire, parse_events
 
@@ -165,3 +166,33 @@ def test_this_tier_asks_the_server_that_it_means() -> None:
     from uvicorn.protocols.http import h11_impl
 
     assert "timeout_keep_alive_task" in inspect.getsource(h11_impl)
+
+
+def test_a_mistake_of_ours_with_one_request_ends_this_one_and_cuts_no_link(caplog: pytest.LogCaptureFixture) -> None:
+    """A request whose stream was gone from the books made each message of both replicas cut their links."""
+    with fake_api(is_open=False, max_num_seqs=1, cap=1, dispatcher=DispatcherConfig(admission_wait_s=60.0)) as api:
+        replica, backend = api.replicas[0], api.backend
+        with ThreadPoolExecutor(3) as pool:
+            runs = pool.submit(complete, api, prompt="runs", max_tokens=3)
+            api.until(lambda: len(replica.engine.core.scheduler.running) == 1)
+            waits = pool.submit(complete, api, prompt="waits", max_tokens=3)
+            api.until(lambda: replica.engine.core.scheduler.num_queued == 1)
+            held = pool.submit(complete, api, prompt="held", max_tokens=3)
+            api.until(lambda: backend.dispatcher.num_held == 1)
+            streams = list(backend._streams.values())
+            links = [client._outbox for client in backend._clients.values()]
+
+            def break_two() -> None:
+                def fails(*_: object) -> None:
+                    raise RuntimeError("on purpose")
+
+                streams[0].push = fails  # type: ignore[method-assign,assignment]
+                streams[2].to_submit = fails  # type: ignore[method-assign,assignment]
+
+            api.peek(break_two)
+            replica.runner.open()
+            error_of(runs.result(), 500, None, "internal_error")
+            error_of(held.result(), 500, None, "internal_error")
+            assert waits.result().status_code == 200
+        assert [client._outbox for client in backend._clients.values()] == links, "a link was opened anew"
+    assert caplog.text.count("could not be carried on") == 2

@@ -13,6 +13,7 @@ import pytest
 
 from cluster.why import format_living, format_request, why
 from replica.errors import ShoalError
+from router.dispatcher import DispatcherConfig
 from router.info_endpoints import EXPLAIN_TIMEOUT_S
 from tests.api.harness import ApiUnderTest, fake_api
 
@@ -101,6 +102,61 @@ def test_the_command_line_reads_it(api: ApiUnderTest) -> None:
     assert "no request is unfinished" in format_living(why("127.0.0.1", api.port, None))
     with pytest.raises(ShoalError, match="404 Neither this router nor a replica knows 'nobody'"):
         why("127.0.0.1", api.port, "nobody")
+
+
+MINE = "mine /?#%2F&"  # whatever header a client may send
+
+
+def test_a_refusal_a_deadline_and_an_answer_are_found_under_the_clients_header(gated: ApiUnderTest) -> None:
+    api = gated
+    first = Client(api)
+    api.until(lambda: len(api.replicas[0].engine.core.scheduler.running) == 1)
+    with api.client(headers={"x-request-id": MINE}) as client:
+        late = client.post("/v1/completions", json=BODY | {"deadline_ms": 20})
+        assert (late.status_code, late.headers.get_list("x-request-id")) == (504, [MINE])
+        told = why("127.0.0.1", api.port, MINE)
+        assert (told["x_request_id"], told["state"], told["outcome"]) == (MINE, "ended", "refused")
+        assert (told["events"][-1]["what"], told["events"][-1]["code"]) == ("answered 504", "deadline_exceeded")
+        assert told["sequences"][0]["finish_reason"] == "deadline", "it waited at a replica"
+        wide = client.post("/v1/completions", json=BODY | {"n": 65})
+        assert wide.json()["error"]["code"] == "too_many_sequences"
+        newest = why("127.0.0.1", api.port, MINE)
+        assert newest["same_x_request_id"] == [told["request_id"]]
+        assert newest["events"][-1]["what"] == "answered 400"
+        assert f"X-Request-Id {MINE}" in format_request(newest)
+        assert why("127.0.0.1", api.port, told["request_id"])["request_id"] == told["request_id"]
+        api.replicas[0].runner.open()
+        first.response_id()
+        answer = client.post("/v1/completions", json=BODY).json()
+        assert why("127.0.0.1", api.port, MINE)["request_id"] == answer["id"]
+    assert api.peek(lambda: api.backend.journal.num_living) == 0
+
+
+def test_a_refusal_at_a_full_queue_is_found_under_the_header_that_was_made() -> None:
+    held = DispatcherConfig(admission_wait_s=0.0)
+    with fake_api(is_open=False, max_num_seqs=1, cap=1, dispatcher=held, admin_endpoints=True) as api:
+        (view,) = api.backend.dispatcher.views.values()
+        clients = [Client(api)]
+        api.until(lambda: (view.load.num_running, view.load.num_queued) == (1, 0))  # the router has heard of it
+        clients.append(Client(api))
+        api.until(lambda: api.replicas[0].engine.core.scheduler.num_queued == 1)
+        refused = api.http.post("/v1/completions", json=BODY)
+        assert refused.status_code == 503
+        told = why("127.0.0.1", api.port, refused.headers["x-request-id"])
+        assert (told["outcome"], told["events"][-1]["code"]) == ("refused", "queue_full")
+        listed = asked(api, "?limit=1").json()
+        assert (len(listed["requests"]), listed["num_requests"]) == (1, 2)
+        assert "the oldest 1 of 2 unfinished requests" in format_living(why("127.0.0.1", api.port, None, limit=1))
+        api.replicas[0].runner.open()
+        for client in clients:
+            client.response_id()
+
+
+@pytest.mark.parametrize("path", ["/", "/%00", "/..", "/%C3%BC", "/" + "x" * 5000, "/a/b"])
+def test_odd_ids_are_not_found(api: ApiUnderTest, path: str) -> None:
+    response = asked(api, path)
+    assert response.status_code == 404
+    assert len(response.json()["error"]["message"]) < 400
 
 
 def test_a_silent_replica_costs_a_second_and_is_named() -> None:

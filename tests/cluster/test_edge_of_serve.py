@@ -7,15 +7,19 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.cluster.shoal_process import ShoalProcess
+from cluster.why import why
+from replica.errors import ShoalError
+from tests.cluster.shoal_process import ShoalProcess, wait_until
 
 
 @pytest.fixture(scope="module")
 def shoal() -> Iterator[ShoalProcess]:
-    with ShoalProcess("--set", "http.admin_endpoints=true", "--set", "http.body_timeout_s=1") as process:
+    settings = ("--set", "http.admin_endpoints=true", "--set", "http.body_timeout_s=1")
+    with ShoalProcess("--routers", "2", *settings) as process:
         yield process
 
 
@@ -70,3 +74,26 @@ def test_a_reset_by_http(shoal: ShoalProcess) -> None:
     assert (status, json.loads(body)) == (200, {"reset": 1})
     _, _, text = exchange(shoal, target=b"GET /metrics", body=b"")
     assert b"shoal_prefix_cache_resets_total{" in text
+
+
+def test_an_error_is_found_by_its_header_at_one_of_two_routers_and_in_the_logs(shoal: ShoalProcess) -> None:
+    late = (b"x-request-id: late-1", b"x-request-deadline-ms: 30")
+    status, headers, _ = exchange(shoal, *late, body=BODY[:5], length=len(BODY))
+    assert (status, headers["x-request-id"]) == (504, "late-1")
+    told = why("127.0.0.1", shoal.port, "late-1")
+    assert (told["outcome"], told["events"][-1]["what"]) == ("refused", "answered 504")
+    (line,) = (line for line in shoal.lines if "shoal: logs: " in line)
+    logs = Path(line.split()[2])
+
+    def written(pattern: str, text: str) -> bool:
+        return any(text in file.read_text() for file in logs.glob(pattern))
+
+    name = f"request {told['request_id']}, X-Request-Id late-1 failed with 504"
+    wait_until(lambda: written("*Router*.log", name), 10, "a line on the error in the log of its router")
+    wait_until(lambda: written("*Replica*.log", "fake runner"), 10, "what a replica says of its device in its log")
+
+
+@pytest.mark.parametrize("name", ["..", "%00", "a/b", "x" * 128])
+def test_ids_that_a_proxy_might_stumble_over_are_not_known(shoal: ShoalProcess, name: str) -> None:
+    with pytest.raises(ShoalError, match="404 Neither this router nor a replica knows"):
+        why("127.0.0.1", shoal.port, name)

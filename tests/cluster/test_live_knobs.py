@@ -33,6 +33,34 @@ def replicas(shoal: ShoalProcess) -> dict[str, str]:
     return {r["replica_id"]: r["config"] for r in shoal.status()["replicas"] if r["state"] == "up"}
 
 
+#: two commands, in the order of events that a race may have: the first one is told in time, and one that read what was
+#: there before both changes nothing
+RACE = """
+import sys, time
+from cluster.live_apply import _confirm, _submit, attached, in_force, put_in_force
+from cluster.live_confirm import Confirmation
+from cluster.live_knobs import changed, lay_over, overlay_of
+from replica.errors import ShoalError
+
+with attached(None, int(sys.argv[1])):
+    found = in_force()
+    mine, other = {"scheduler.watermark": 0.3}, {"scheduler.watermark": 0.4}
+    wanted = changed(found.now, mine)
+    _submit(overlay_of(lay_over(found.start, {}), wanted))
+    put_in_force(in_force(), changed(found.now, other), other)
+    started = time.monotonic()
+    for attempt in (
+        lambda: _confirm(Confirmation(found.start, found.now, wanted, mine, started)),
+        lambda: put_in_force(found, wanted, mine),
+    ):
+        try:
+            attempt()
+        except ShoalError as error:
+            print(error)
+    print("in time" if time.monotonic() - started < 10 else "too late")
+"""
+
+
 def test_knobs_change_under_running_streams_and_outlive_a_replica() -> None:
     with ShoalProcess("--replicas", "2", "--set", "scheduler.max_num_seqs=8") as shoal:
         before, pids = replicas(shoal), (shoal.pids("Replica"), shoal.pids("Router"))
@@ -97,7 +125,23 @@ def test_knobs_change_under_running_streams_and_outlive_a_replica() -> None:
         assert number not in before.values()
         assert {r["queue_cap"] for r in shoal.status()["replicas"]} == {5}
 
+        race = subprocess.run(
+            [sys.executable, "-c", RACE, str(shoal.port)], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        superseded, stale, in_time = race.stdout.splitlines()
+        assert superseded.startswith("superseded by another change; in force: scheduler.watermark=0.4 ")
+        assert stale.startswith("superseded by another change before anything of this one was done; in force: ")
+        assert in_time == "in time"
+        wait_until(lambda: {*replicas(shoal).values(), shoal.status()["config"]} != {number}, 10, "the other change")
+
         os.kill(shoal.pids("Replica")[0], signal.SIGKILL)
+        # while nobody has noticed, and then while the replacement starts: it is not waited for, and has it in the end
+        code, said, errors = asyncio.run(command(shoal, "set", "scheduler.policy=fcfs", "scheduler.watermark=0.4"))
+        assert code == 0, errors
+        assert said.splitlines() == ["scheduler.policy: priority -> fcfs", "scheduler.watermark: already 0.4"]
+        assert "requests with a `priority` other than 0 get 400" in errors
+        assert "is in force at" in errors
+        number = shoal.status()["config"]
         wait_until(
             lambda: len(replicas(shoal)) == 2 and replicas(shoal).keys() != before.keys(), 30, "Serve's replacement"
         )

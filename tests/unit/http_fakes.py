@@ -14,12 +14,13 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from replica.errors import ShoalError
-from replica.messages import FinishReason, GenerateRequest, RequestId, SequenceInput, TokenLogprobs
+from replica.messages import FinishReason, GenerateRequest, SequenceInput, TokenLogprobs
 from router.app import create_app
 from router.app_settings import AppSettings
 from router.backend import GenerationStream, Health, TokenEvent
 from router.chat_template import ChatTemplate
 from router.event_buffer import join
+from router.journal import Journal
 from router.tokenizer import Tokenizer
 
 CORPUS = [
@@ -190,8 +191,7 @@ class FakeBackend:
         self.make_steps: Callable[[GenerateRequest], list[list[TokenEvent]]] | None = None
         self.is_ok = True
         self.admissions: list[int] = []
-        #: by request, what the edge noted
-        self.notes: dict[str, list[str]] = {}
+        self.journal = Journal()
 
     async def generate(self, request: GenerateRequest) -> GenerationStream:
         self.requests.append(request)
@@ -224,11 +224,8 @@ class FakeBackend:
             raise self.refusal
         return 2
 
-    def note(self, request_id: RequestId, what: str, at_s: float) -> None:
-        self.notes.setdefault(request_id, []).append(what)
-
-    async def explain(self, request_id: RequestId, timeout_s: float) -> dict[str, object] | None:
-        return {"request_id": request_id, "timeout_s": timeout_s} if request_id == "known" else None
+    async def explain(self, name: str, timeout_s: float) -> dict[str, object] | None:
+        return {"request_id": name, "timeout_s": timeout_s} if name == "known" else None
 
     async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
         return {"limit": limit}

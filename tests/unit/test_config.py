@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -44,6 +47,26 @@ def test_a_mistake_is_named_with_its_field_and_value(data: dict, sentence: str) 
         load(data)
 
 
+def _numbers(model: type[FrozenModel], path: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, FrozenModel):
+            yield from _numbers(field.annotation, f"{path}{name}.")
+        elif {int, float} & {field.annotation, *get_args(field.annotation)}:
+            yield path + name
+
+
+@pytest.mark.parametrize("key", list(_numbers(ClusterConfig)))
+def test_no_number_is_infinite_or_none_at_all_or_beyond_what_arrays_hold(key: str) -> None:
+    """`scheduler.priority_ageing_s=inf` made 0 * inf = NaN of an order key: a queue lost who stood in it, and each
+    message about it cut the link to a replica.
+    """
+    for value in (math.inf, -math.inf, math.nan):
+        with pytest.raises(ConfigError, match=rf"^{key}: Input should be a finite number \(got -?(inf|nan)\)$"):
+            load({}, {key: value})
+    with pytest.raises(ConfigError, match=f"^{key}: Input should be .*(less than or equal to|at most|less than) "):
+        load({}, {key: 1 << 70})
+
+
 def test_several_mistakes_are_told_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         load({"modle": 1, "dtype": "int3"})
@@ -63,7 +86,14 @@ def test_keys_are_not_shown() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"), [("[1, 2]", "expected a mapping"), ("a: [", "not YAML"), (None, "No such file")]
+    ("text", "sentence"),
+    [
+        ("[1, 2]", "expected a mapping"),
+        ("a: [", "not YAML"),
+        ("model: a\nmodel: b", "'model' is given twice"),
+        ("http: {max_body_mib: 1, max_body_mib: 2}", "given twice"),
+        (None, "No such file"),
+    ],
 )
 def test_bad_files_are_refused(tmp_path: Path, text: str | None, sentence: str) -> None:
     path = tmp_path / "shoal.yaml"

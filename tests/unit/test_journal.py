@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId, Stages
 from router.dispatcher import Dispatcher, DispatcherConfig
-from router.journal import Entry, Event, Journal
+from router.journal import REFUSED, Entry, Event, Journal
 from router.placement import least_tokens
 from router.replica_view import ReplicaView
 
@@ -44,8 +44,8 @@ def test_a_placement_is_written_down_with_what_it_saw() -> None:
     placed = last(router)
     assert (placed.at, placed.what, placed.detail["replica"], placed.detail["attempt"]) == (1.0, "placed", B, 1)
     assert placed.detail["replicas"] == [
-        {"replica": B, "outstanding_tokens": 20, "queued": 0, "cap": 4, "placed": 0},
-        {"replica": A, "outstanding_tokens": 50, "queued": 0, "cap": 4, "placed": 0},
+        {"replica": B, "outstanding_tokens": 20, "queued": 0, "cap": 4, "unanswered": 0, "placed": 0},
+        {"replica": A, "outstanding_tokens": 50, "queued": 0, "cap": 4, "unanswered": 0, "placed": 0},
     ]
 
 
@@ -111,7 +111,12 @@ def test_memory_is_bounded() -> None:
     for number in range(10):
         journal.open(RequestId(str(number)), 0.0)
         journal.end(RequestId(str(number)), "finished")
-    assert journal.num_ended == 3
+    for number in range(10):
+        journal.open(RequestId(f"refused-{number}"), 0.0)
+        journal.end(RequestId(f"refused-{number}"), REFUSED)
+    assert (journal.num_ended, journal.num_refused) == (3, 3), "refusals, which may be many, push nobody else out"
+    assert journal.of(RequestId("refused-6")) is None
+    assert journal.of(RequestId("refused-7")) is not None
     assert journal.of(RequestId("6")) is None
     assert journal.of(RequestId("7")) is not None
     journal.open(R, 0.0)
@@ -124,3 +129,22 @@ def test_memory_is_bounded() -> None:
     journal.note(RequestId("unknown"), 0.0, "held")
     journal.told(RequestId("unknown"), 0, A, Stages())
     assert journal.of(RequestId("unknown")) is None
+
+
+def test_a_request_is_found_under_the_header_of_its_answer_the_latest_first() -> None:
+    journal = Journal()
+    for number, header_id in enumerate(("mine", "other", "mine", "", "mine")):
+        journal.open(RequestId(str(number)), float(number), header_id)
+    journal.end(RequestId("0"), "finished")
+    journal.end(RequestId("2"), REFUSED)
+    assert [entry.request_id for entry in journal.under("mine")] == ["4", "2", "0"]
+    assert journal.under("") == []
+    journal.open(RequestId("4"), 9.0)
+    assert journal.under("mine")[0].opened_at == 4.0, "the dispatcher opens it again, and changes nothing"
+
+
+def test_the_first_outcome_counts() -> None:
+    router = dispatcher({A: load(queued=4)}, admission_wait_s=0.0)
+    router.submit(R, 1, 7, 1.0)
+    router.journal.end(R, "finished")
+    assert entry(router).outcome == "refused"

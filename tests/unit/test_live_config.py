@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,8 @@ def test_a_key_that_cannot_change_is_told_so(key: str, sentence: str, capsys: py
     [
         (["set", "nonsense"], 2, "'nonsense': expected KEY=VALUE"),
         (["set", "scheduler.watermark=[", "--port", "1"], 2, "is not a YAML value"),
+        (["set", "scheduler.watermark=0.1", "scheduler.watermark=0.2"], 2, "scheduler.watermark is given twice"),
+        (["serve", "--print-config", "--set", "drain_s=1", "--set", "drain_s=2"], 2, "drain_s is given twice"),
         (["set", "scheduler.watermark=0.1", "--port", "1"], 1, "no `shoal serve` of this machine listens on port 1"),
         (["get", "scheduler.watermrk", "--port", "1"], 2, "did you mean 'scheduler.watermark'?"),
         (["get", "--port", "1"], 1, "no `shoal serve` of this machine listens on port 1"),
@@ -143,9 +146,21 @@ def test_held_requests_are_sorted_by_the_new_policy_and_keep_their_time() -> Non
 
 def test_a_priority_is_allowed_as_soon_as_the_policy_is() -> None:
     client = Edge()
+
+    def described() -> dict[str, Any]:
+        fields = client.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+        return next(part for part in fields["priority"]["anyOf"] if part.get("type") == "integer")
+
     assert client.complete(max_tokens=1, priority=1).status_code == 400
+    assert described()["maximum"] == 0
     client.app.state.edge.look_at_priorities("priority")
     assert client.complete(max_tokens=1, priority=1).status_code == 200
+    assert described()["minimum"] < 0
+    client.app.state.edge.look_at_priorities("sjf")
+    answer = client.complete(max_tokens=1, priority=1)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, "priority", "unsupported_value")
+    assert described()["maximum"] == 0
 
 
 def test_a_running_driver_is_found_by_what_it_said(tmp_path: Path) -> None:

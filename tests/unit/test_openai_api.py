@@ -206,6 +206,19 @@ def test_wrong_values_are_named_on_both_endpoints(field: str, value: Any) -> Non
         assert "allowed" in message
 
 
+@pytest.mark.parametrize("value", [10**20, -(10**20), 10**400, 1e30])
+@pytest.mark.parametrize("field", ["priority", "seed", "top_k", "prompt_logprobs", "logprobs", "top_logprobs"])
+def test_a_number_that_is_too_large_is_told_the_range(field: str, value: Any) -> None:
+    function = {"logprobs": completion, "top_logprobs": chat}.get(field, chat)
+    said = refusal(function, field, **{field: value}).partition("allowed: ")[2]
+    least, most = {
+        "priority": ("-9223372036854775808", "9223372036854775807"),
+        "seed": ("-9223372036854775808", "9223372036854775807"),
+        "top_k": ("-1", "2147483647"),
+    }.get(field, ("0", "20"))
+    assert f"an integer from {least} to {most}" in said
+
+
 def test_bad_part_of_stream_options_is_named() -> None:
     assert "stream_options.include_usage is 1" in refusal(chat, stream=True, stream_options={"include_usage": 1})
     assert "stream_options" in refusal(chat, "stream_options", stream_options={"include_usage": True})

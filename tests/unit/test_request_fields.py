@@ -210,6 +210,27 @@ def test_echo_of_a_chat_is_the_last_message_of_an_assistant(messages: list[Any],
     assert prepared(chat(messages=messages)).echo_texts == []
 
 
+@pytest.mark.parametrize("number", [10**6, 1 << 63, 10**20, 10**400])
+def test_however_large_a_number_is_the_limit_that_counts_is_named(number: int) -> None:
+    """It depends on model and configuration, so the check of types must not be first with a limit of its own."""
+    for function, field, limit in (
+        (chat, "n", "1 to 128"),
+        (completion, "n", "1 to 128"),
+        (chat, "max_tokens", "context of 256 tokens; allowed: at most that"),
+        (completion, "max_tokens", "context of 256 tokens; allowed: at most that"),
+        (chat, "max_completion_tokens", "context of 256 tokens; allowed: at most that"),
+        (completion, "truncate_prompt_tokens", "context of 256 tokens; allowed: at most that"),
+        (completion, "stop_token_ids", "allowed: 0 to"),
+        (completion, "allowed_token_ids", "allowed: 0 to"),
+    ):
+        value = [number] if field.endswith("_ids") else number
+        refused(lambda f=function, v={field: value}: check_request(f(**v), settings()), field, limit)  # type: ignore[misc]
+    assert prepared(completion(min_tokens=number)).generate.sequences[0].sampling.min_tokens <= 256, "clipped, as ever"
+    if number < 10**100:
+        bias = {str(number): 1}
+        refused(lambda: check_request(completion(logit_bias=bias), settings()), "logit_bias", "allowed: 0 to")
+
+
 def test_only_arrival_counts_with_fcfs() -> None:
     refused(lambda: check_request(chat(priority=1), settings()), "priority", "policy 'fcfs'")
     assert prepared(chat(priority=0)).generate.order_key == (0.0, 0, 5.0)

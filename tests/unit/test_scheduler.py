@@ -220,15 +220,6 @@ def test_drain_refuses_and_hands_everything_over_once() -> None:
     assert h.core.num_unfinished == 0
 
 
-def test_drain_rate_is_what_left_the_queue_lately() -> None:
-    h = Harness(max_num_seqs=64)
-    for number in range(10):
-        h.submit(f"q{number}", [number], 2)
-    h.run()
-    assert h.core.load(h.now).drain_rate == 2.0
-    assert h.core.load(h.now + 60).drain_rate == 0.0
-
-
 def test_the_routers_key_decides_and_not_the_order_of_submission() -> None:
     h = Harness(max_num_seqs=1)
     for arrival in (5.0, 3.0, 4.0):

@@ -9,10 +9,13 @@ import pytest
 from cluster.config import ClusterConfig
 from cluster.status import format_status
 from cluster.why import format_living, format_request
-from replica.messages import ReplicaId, RequestId, SequenceAccount, WaitCause
+from replica.messages import Explain, ReplicaId, ReplicaLoad, RequestId, SequenceAccount, WaitCause
+from router.dispatcher import Dispatcher, DispatcherConfig
 from router.findings import all_knobs
-from router.journal import Entry, Journal
-from router.why import explain, living
+from router.journal import REFUSED, Entry, Event, Journal
+from router.placement import least_tokens
+from router.replica_view import ReplicaView
+from router.why import explain, living, num_living
 from tests.unit.engine_harness import Harness
 
 A = ReplicaId("replica-a")
@@ -66,7 +69,7 @@ def test_a_living_request_says_what_it_waits_for() -> None:
 
 def test_who_is_behind_waits_for_its_turn() -> None:
     found = told(waiting_for_blocks(), None, "last")
-    assert (found["waits_for"], found["since_s"]) == ("its turn, 1 before it", 3.0)
+    assert (found["waits_for"], found["since_s"]) == ("its turn, 1 before it; the first of them lacks KV blocks", 3.0)
     assert found["findings"][0]["what"] == "queued behind others"
 
 
@@ -106,12 +109,12 @@ def test_the_living_are_told_oldest_first_with_those_that_no_replica_has() -> No
     journal = Journal()
     journal.open(RequestId("mine"), 8.75)
     journal.note(RequestId("mine"), 8.75, "held")
-    journal.open(RequestId("big"), 0.0)
+    journal.open(RequestId("big"), 6.0)
     lines = living(journal.living(), accounts(harness), "router", 9.0, 10)
     assert [(line["request_id"], line["state"], line["waits_for"]) for line in lines] == [
         ("long", "decode", None),
         ("big", "queued", "KV blocks"),
-        ("last", "queued", "its turn, 1 before it"),
+        ("last", "queued", "its turn, 1 before it; the first of them lacks KV blocks"),
         ("mine", "held", "a replica with room in its queue"),
     ]
     assert len(living(journal.living(), accounts(harness), "router", 9.0, 2)) == 2
@@ -123,6 +126,151 @@ def test_several_sequences_are_one_line_that_of_the_one_furthest_behind() -> Non
     harness.step()
     (line,) = living([], accounts(harness), "router", 1.0, 10)
     assert (line["sequences"], line["state"], line["waits_for"]) == (2, "queued", "a seat in the batch")
+
+
+def test_who_was_put_back_waits_since_then_and_for_what_the_first_in_turn_lacks() -> None:
+    """A stranger read "waits 12 s for the next step" of one that had run for 11 of them."""
+    harness = Harness(max_num_seqs=1, policy="priority")
+    harness.submit("meek", list(range(8)), 30, priority=5)
+    for _ in range(4):
+        harness.step()
+    harness.submit("urgent", list(range(50, 58)), 6)
+    harness.submit("next", list(range(60, 68)), 6)
+    harness.step()
+    harness.step()
+    found = told(harness, None, "meek")
+    assert found["sequences"][0]["total_s"] == 6.0
+    assert (found["state"], found["since_s"]) == ("returning", 2.0)
+    assert found["waits_for"] == "its turn, 1 before it; the first of them lacks a seat in the batch"
+    (line,) = (line for line in living([], accounts(harness), "router", 9.0, 10) if line["request_id"] == "meek")
+    assert (line["age_s"], line["since_s"], line["waits_for"]) == (6.0, 2.0, found["waits_for"])
+
+
+def test_all_that_are_put_back_in_one_step_wait_since_then_for_blocks() -> None:
+    harness = Harness(num_blocks=9, block_size=4, caching=False)
+    for name in "abc":
+        harness.submit(name, [ord(name)] * 12, 20)
+    while harness.core.scheduler.counters.preemptions < 2:
+        harness.step()
+    scheduler = harness.core.scheduler
+    assert len(scheduler.returning) == 2
+    for sequence in scheduler.returning:
+        found = told(harness, None, sequence.request_id)
+        assert found["state"] == "returning"
+        assert "KV blocks" in found["waits_for"]
+        assert found["since_s"] == harness.now - sequence.record.waiting_since < found["sequences"][0]["total_s"]
+
+
+def test_what_it_lacked_before_others_came_before_it_is_past() -> None:
+    """Seats were taken when it was its turn; now they are not, and who was put back lacks blocks."""
+    harness = Harness(num_blocks=9, max_num_seqs=2, caching=False)
+    for name in "ab":
+        harness.submit(name, [ord(name)] * 12, 20)
+    harness.step()
+    harness.submit("c", [1] * 8, 4)
+    harness.step()
+    assert told(harness, None, "c")["waits_for"] == "a seat in the batch"
+    while not harness.core.scheduler.counters.preemptions:
+        harness.step()
+    found = told(harness, None, "c")
+    assert found["waits_for"] == "its turn, 1 before it; the first of them lacks KV blocks"
+    assert found["since_s"] == harness.now - 1.0
+
+
+def test_a_wait_for_two_things_in_turn_tells_the_last_one_apart() -> None:
+    harness = Harness(num_blocks=14, max_num_seqs=2, caching=False)
+    harness.submit("long", list(range(12)), 16)
+    harness.submit("short", list(range(100, 112)), 4)
+    harness.step()
+    harness.submit("waits", list(range(200, 244)), 4)
+    for _ in range(5):
+        harness.step()
+    found = told(harness, None, "waits")
+    assert (found["waits_for"], found["since_s"], found["lacks_since_s"]) == ("KV blocks", 5.0, 2.0)
+    assert format_request(found).startswith("waits: queued, waits 5.00 s, the last 2.00 s for KV blocks")
+
+
+def test_the_time_of_a_grammar_is_not_counted_as_waiting_for_a_turn() -> None:
+    harness = Harness(max_num_seqs=1)
+    harness.submit("long", list(range(8)), 30)
+    harness.step()
+    harness.submit("json", list(range(8)), 4, grammar="g")
+    for _ in range(3):
+        harness.step()
+    assert (told(harness, None, "json")["state"], told(harness, None, "json")["since_s"]) == ("grammar", 3.0)
+    harness.core.take_wanted_grammars()
+    harness.core.grammar_compiled("g", None, harness.now)
+    harness.step()
+    found = told(harness, None, "json")
+    assert (found["waits_for"], found["since_s"]) == ("a seat in the batch", 1.0)
+
+
+def test_a_request_that_was_given_back_waits_at_its_router_since_then() -> None:
+    harness = waiting_for_blocks()
+    harness.core.hand_over(harness.now)
+    entry = journal_entry()
+    for what in ("given back by the replica, which drains", "held", "first byte"):
+        entry.add(Event(7.0, what, {}))
+    found = told(harness, entry)
+    assert (found["state"], found["waits_for"], found["since_s"]) == ("held", "another replica", 2.0)
+    entry.add(Event(8.0, "placed", {"replica": "replica-b"}))
+    assert told(harness, entry)["waits_for"] == "the replica's answer"
+
+
+def test_the_list_says_how_many_it_leaves_out_and_counts_requests_not_sequences() -> None:
+    harness = Harness(max_num_seqs=1)
+    for number in range(4):
+        harness.submit(f"r{number}", [number] * 8, 30, n=3)
+        harness.step()
+    answer = harness.core.explain(Explain("q", "", 2), harness.now)
+    assert ([a.request_id for a in answer.accounts], answer.num_requests) == (["r0"] * 3 + ["r1"] * 3, 4)
+    journal = Journal()
+    for name, what in (("r3", "accepted"), ("held", "held"), ("elsewhere", "accepted")):
+        journal.open(RequestId(name), 8.0)
+        journal.note(RequestId(name), 8.0, what, replica="silent" if name == "elsewhere" else A)
+    lines = living(journal.living(), {A: answer.accounts}, "router", 9.0, 4)
+    assert [line["request_id"] for line in lines] == ["r0", "r1", "elsewhere", "held"], "r3 is younger than r1"
+    assert num_living(journal.living(), {A: answer.num_requests}) == 6
+    text = format_living({"requests": lines, "num_requests": 6, "silent_replicas": []}).splitlines()
+    assert text[-1] == "the oldest 4 of 6 unfinished requests; --limit 6 shows all"
+    text = format_living({"requests": lines, "num_requests": 5000, "silent_replicas": []}).splitlines()
+    assert text[-1] == "the oldest 4 of 5000 unfinished requests; --limit 1000 shows the most there is"
+    assert "oldest" not in format_living({"requests": lines, "num_requests": 4, "silent_replicas": []})
+
+
+def test_what_a_router_has_sent_is_told_beside_the_queue_and_its_cap() -> None:
+    """A stranger read "queue 5/4" and took the cap for broken."""
+    router = Dispatcher(DispatcherConfig(), least_tokens)
+    router.add_replica(ReplicaView(A, "address", "incarnation"))
+    router.on_load(A, ReplicaLoad(num_queued=2, queue_cap=4), 0.0)
+    router.on_connected(A, 0.0)
+    for name in ("first", "second", "big"):
+        router.submit(RequestId(name), 1, 7, 1.0)
+    entry = router.journal.of(RequestId("big"))
+    assert entry is not None
+    found = explain(entry, {}, 2.0, 0.0)
+    assert found is not None
+    text = format_request({"request_id": "big", "router_id": "router", "silent_replicas": [], **found})
+    assert "queue 2/4 and 2 sent there without an answer yet, queue full" in text
+
+
+def test_a_refused_request_is_told_with_its_error_and_its_header() -> None:
+    journal = Journal()
+    journal.open(RequestId("cmpl-1"), 1.0, "mine")
+    journal.note(RequestId("cmpl-1"), 1.0, "arrived")
+    journal.note(RequestId("cmpl-1"), 1.5, "answered 503", code="queue_full", why="every queue is full")
+    journal.end(RequestId("cmpl-1"), REFUSED)
+    (entry,) = journal.under("mine")
+    found = explain(entry, {}, 2.0, 0.0)
+    assert found is not None
+    more = {"request_id": "cmpl-1", "router_id": "router", "silent_replicas": [], "same_x_request_id": ["cmpl-0"]}
+    assert format_request(more | found).splitlines()[:5] == [
+        "cmpl-1: ended, refused",
+        "router router, arrived 1.00 s ago, X-Request-Id mine",
+        "the client gave other requests the same X-Request-Id: cmpl-0",
+        "  +0 ms      arrived",
+        "  +500 ms    answered 503, code queue_full, why every queue is full",
+    ]
 
 
 def test_it_reads_as_a_timeline_with_bars() -> None:

@@ -1,0 +1,45 @@
+"""PURE. The errors that a client gets for what a replica or the dispatcher decided."""
+
+from __future__ import annotations
+
+from replica.errors import (
+    DeadlineExceededError,
+    InvalidRequestError,
+    NeverFitsError,
+    NoReplicaError,
+    QueueFullError,
+    ShedError,
+    ShoalError,
+    TooManySequencesError,
+)
+from replica.messages import FinishReason, RefusalReason, SequenceOutput
+from router.instructions import Refuse
+
+
+def final_error(output: SequenceOutput) -> ShoalError | None:
+    """Why the request ends with this output, where another replica would say the same; None: it does not."""
+    match output.finish_reason:
+        case FinishReason.INVALID:
+            return InvalidRequestError(output.message)
+        case FinishReason.DEADLINE:
+            return DeadlineExceededError(output.message)
+    return None
+
+
+def refusal_error(instruction: Refuse) -> ShoalError:
+    """The error of a request that the dispatcher refuses."""
+    match instruction.reason:
+        case RefusalReason.NEVER_FITS:
+            return NeverFitsError(instruction.message, None)
+        case RefusalReason.TOO_MANY_SEQUENCES:
+            return TooManySequencesError(instruction.message, "n")
+        case RefusalReason.INVALID:
+            return InvalidRequestError(instruction.message)
+        case RefusalReason.DEADLINE:
+            return DeadlineExceededError(instruction.message)
+        case RefusalReason.SHED:
+            return ShedError(instruction.message, instruction.retry_after_s)
+        case RefusalReason.NO_REPLICA:
+            return NoReplicaError(instruction.message, instruction.retry_after_s)
+        case _:
+            return QueueFullError(instruction.message, instruction.retry_after_s)
