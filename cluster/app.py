@@ -37,6 +37,8 @@ def build_from(config: ClusterConfig) -> serve.Application:
         drain_s=config.drain_s,
         env_vars=SERVE_ENV,
         request_router_class="router.membership:Membership",
+        bundles=config.bundles,
+        bundle_strategy=config.rank_placement,
         set_up_logs=join_serve_logs,
     )
     return router_deployment(

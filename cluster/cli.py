@@ -23,6 +23,8 @@ _FLAGS = {
     "max_model_len": "max_model_len",
     "replicas": "replicas.both",
     "routers": "router.replicas",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "num_gpus_per_replica": "num_gpus_per_replica",
     "chat_template": "chat_template",
     "runner": "runner",
 }
@@ -108,6 +110,8 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--dtype", choices=["auto", "bfloat16", "float32"])
     serve.add_argument("--max-model-len", type=int, help="longest prompt + output in tokens")
     serve.add_argument("--replicas", type=int, help="data-parallel replicas")
+    serve.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks of a replica, each with a part")
+    serve.add_argument("--num-gpus-per-replica", type=int, metavar="N", help="as many ranks, with a GPU each")
     serve.add_argument("--routers", type=int, help="router processes")
     serve.add_argument("--api-key", action="append", help="bearer key that clients must send; may be repeated")
     serve.add_argument("--chat-template", help="Jinja template or its path, instead of the model's")
@@ -172,6 +176,7 @@ def _resolved_yaml(config: Any) -> str:
             "scheduler": engine.scheduler,
             "kv_cache": engine.cache,
             "threads_per_replica": engine.parallel.num_threads,
+            "tensor_parallel_size": config.num_ranks,
         }
     )
     return str(resolved.to_yaml())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from replica.config import (
     AdmissionConfig,
@@ -20,6 +20,7 @@ from replica.config import (
     FrozenModel,
     ModelConfig,
     ParallelConfig,
+    RunnerPlacement,
     SchedulerConfig,
 )
 from replica.errors import ConfigError
@@ -80,10 +81,23 @@ class ClusterConfig(FrozenModel):
     runner: Literal["torch", "fake"] = Field("torch", description="fake: no weights, tokens from a cost model.")
     chat_template: str | None = Field(None, description="A Jinja template or the path of one, instead of the model's.")
     replicas: ReplicasConfig = ReplicasConfig()
-    tensor_parallel_size: int = Field(1, ge=1, le=1, description="Ranks per replica. Only 1 until workers land.")
-    threads_per_replica: int | None = Field(None, ge=1, description="CPU threads of a runner. auto: cores / replicas.")
-    runner_placement: Literal["thread", "process"] = Field(
-        "thread", description="Where the model runs: on a thread of the replica, or in a process of its own."
+    tensor_parallel_size: int | None = Field(
+        None, ge=1, le=64, description="Ranks per replica, each with a part of the model. auto: its GPUs, else 1."
+    )
+    num_gpus_per_replica: int = Field(
+        0, ge=0, le=64, description="GPUs Ray reserves for a replica, one for each rank; 0: ranks on CPUs."
+    )
+    rank_placement: Literal["STRICT_PACK", "PACK"] = Field(
+        "STRICT_PACK", description="A replica's ranks on one node, or on others too if one has not enough."
+    )
+    num_cpus_per_rank: float = Field(1, ge=0, description="CPUs Ray reserves for a rank, where ranks are workers.")
+    threads_per_replica: int | None = Field(
+        None, ge=1, description="CPU threads of a runner, or of each rank. auto: cores / (replicas x ranks)."
+    )
+    runner_placement: RunnerPlacement = Field(
+        "thread",
+        description="Where the model runs: on a thread of the replica, in a process of its own, or on worker actors, "
+        "which several ranks always do.",
     )
     num_cpus_per_replica: float = Field(1, ge=0, description="CPUs Ray reserves for a replica.")
     drain_s: float = Field(
@@ -102,6 +116,34 @@ class ClusterConfig(FrozenModel):
             raise ValueError("is empty; give a built-in name, a model folder or a .gguf file")
         return value
 
+    @model_validator(mode="after")
+    def _ranks_fit(self) -> ClusterConfig:
+        gpus, size = self.num_gpus_per_replica, self.tensor_parallel_size
+        if gpus and size is not None and gpus != size:
+            raise ValueError(
+                f"num_gpus_per_replica is {gpus} and tensor_parallel_size is {size}, but each rank has one GPU; "
+                "give the same number, or only one of them"
+            )
+        if self.num_ranks > 1 and self.runner_placement == "process":
+            raise ValueError(
+                f"runner_placement is 'process', which holds one rank, and there are {self.num_ranks}; "
+                "allowed then: 'thread' (which means: not asked for) or 'workers'"
+            )
+        return self
+
+    @property
+    def num_ranks(self) -> int:
+        """Of each replica."""
+        return self.tensor_parallel_size or self.num_gpus_per_replica or 1
+
+    @property
+    def bundles(self) -> list[dict[str, float]] | None:
+        """What Ray reserves for a replica whose model runs on workers: its own place, then one for each rank."""
+        if not self.engine_config().parallel.has_workers:
+            return None
+        of_rank = {"CPU": self.num_cpus_per_rank} | ({"GPU": 1.0} if self.num_gpus_per_replica else {})
+        return [{"CPU": self.num_cpus_per_replica}] + [dict(of_rank) for _ in range(self.num_ranks)]
+
     @property
     def served_name(self) -> str:
         """What clients ask for."""
@@ -115,9 +157,10 @@ class ClusterConfig(FrozenModel):
             scheduler=self.scheduler,
             admission=AdmissionConfig(max_queued_requests=self.router.max_queued_requests_per_replica),
             parallel=ParallelConfig(
-                tensor_parallel_size=self.tensor_parallel_size,
+                tensor_parallel_size=self.num_ranks,
+                ranks_may_be_remote=self.rank_placement == "PACK",
                 num_threads=self.threads_per_replica,
-                runner_placement=self.runner_placement,
+                runner_placement="workers" if self.num_gpus_per_replica else self.runner_placement,
             ),
         )
 

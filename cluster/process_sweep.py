@@ -104,6 +104,11 @@ def serve_replicas(root: int, deployment: str) -> list[int]:
     return [pid for pid in descendants(root) if f"ray::ServeReplica:shoal:{deployment}" in command_line(pid)]
 
 
+def rank_workers(root: int) -> list[int]:
+    """Pids below `root` of the ranks of all replicas."""
+    return [pid for pid in descendants(root) if "ray::Worker.run" in command_line(pid)]
+
+
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/pid/stat after the command, state first; empty if the process is gone."""
     try:

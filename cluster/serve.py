@@ -23,6 +23,7 @@ from types import FrameType
 
 from cluster.config import ClusterConfig
 from cluster.process_sweep import record_children, sweep_orphans
+from cluster.resources import NodeRoom, shortage
 from replica.errors import ConfigError, ModelLoadError, ShoalError
 
 #: beyond `drain_s`: Serve's own steps, and the last messages
@@ -49,6 +50,7 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
         try:
             if not attached:
                 record_children()
+            _check_resources(config)
             model.result()
             _refuse_a_second_application(owns_serve)
             has_deployed = True
@@ -119,22 +121,25 @@ def _localize(config: ClusterConfig) -> ClusterConfig:
     if config.model not in model_store.BUILTIN_MODELS:
         folder = model_store.resolve(config.model).absolute()
         if config.runner == "torch":
-            _check_model(folder, config.max_model_len)
+            _check_model(folder, config.max_model_len, config.num_ranks)
         is_hub_id = model_store.is_hub_id(config.model)
         # other nodes have a cache of their own: they get the commit, not the path
         update["model"] = hub.pinned(config.model, folder) if is_hub_id else str(folder)
         update["served_model_name"] = config.served_name
         if is_hub_id and config.served_model_name is None:  # clients of other servers ask for the whole id
             update["served_model_name"] = config.model.partition("@")[0]
+    elif config.runner == "torch" and config.num_ranks > 1:  # fetched now, to be asked whether it can be cut
+        _check_model(model_store.resolve(config.model), config.max_model_len, config.num_ranks)
     if config.chat_template:
         update["chat_template"] = _template_text(config.chat_template)
     return config.model_copy(update=update)
 
 
-def _check_model(folder: Path, max_model_len: int | None) -> None:
+def _check_model(folder: Path, max_model_len: int | None, num_ranks: int = 1) -> None:
     """In a process of its own, because it takes torch, which this one can do without."""
-    limit = [] if max_model_len is None else [str(max_model_len)]
-    command = [sys.executable, "-m", "replica.check_model", str(folder), *limit]
+    command = [sys.executable, "-m", "replica.check_model", str(folder), "--ranks", str(num_ranks)]
+    if max_model_len is not None:
+        command += ["--max-model-len", str(max_model_len)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise ModelLoadError(result.stdout.strip() or result.stderr.strip().splitlines()[-1])
@@ -199,7 +204,8 @@ def _start_ray(config: ClusterConfig) -> bool:
             raise ShoalError(f"cannot join Ray at RAY_ADDRESS={address}: {error}") from None
         return True
     _say("starting Ray")
-    needed = config.replicas.both * config.num_cpus_per_replica + config.router.replicas + 1
+    of_replica = sum(bundle.get("CPU", 0) for bundle in replica_bundles(config))
+    needed = config.replicas.both * of_replica + config.router.replicas + 1
     ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, int(needed)),
@@ -209,6 +215,26 @@ def _start_ray(config: ClusterConfig) -> bool:
         object_store_memory=100 << 20,  # nothing of ours goes through it
     )
     return False
+
+
+def replica_bundles(config: ClusterConfig) -> list[dict[str, float]]:
+    """What Ray reserves for one replica."""
+    return config.bundles or [{"CPU": config.num_cpus_per_replica}]
+
+
+def _check_resources(config: ClusterConfig) -> None:
+    """Raises ConfigError if the nodes that are there have no room, which Ray would wait for without a word."""
+    import ray
+    from ray._private.state import available_resources_per_node
+
+    free = available_resources_per_node()
+    nodes = [
+        NodeRoom(node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})))
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    if short := shortage(replica_bundles(config), config.replicas.both, config.rank_placement, nodes):
+        raise ConfigError(f"resources: {short}")
 
 
 def ray_address() -> str:

@@ -27,6 +27,8 @@ class Admission:
     def __init__(self, info: RunnerInfo, cap: int) -> None:
         self.cap = cap
         self.is_draining = False
+        #: False while the runner is being mended
+        self.is_ready = True
         self._vocab_size = info.vocab_size
         #: prompt and output of one sequence may not exceed this: the context or the whole pool
         self.max_tokens, self._max_of = info.max_model_len, "the model's context"
@@ -40,6 +42,8 @@ class Admission:
         """
         if self.is_draining:
             raise Refused(RefusalReason.DRAINING, "the replica is draining")
+        if not self.is_ready:
+            raise Refused(RefusalReason.NOT_READY, "the replica lost a rank and is starting it again")
         if is_known:
             raise Refused(RefusalReason.DUPLICATE, f"request id {request.request_id!r} is already in use")
         if not request.sequences:

@@ -1,4 +1,5 @@
-"""TORCH. `python -m replica.check_model FOLDER [MAX_MODEL_LEN]`: can this folder be served? One sentence if not.
+"""TORCH. `python -m replica.check_model FOLDER [--max-model-len N] [--ranks N]`: can this folder be served? One
+sentence if not.
 
 Looks at headers, shapes and the small files only, so it takes a second or two: `shoal serve` asks it before it starts
 anything.
@@ -6,7 +7,7 @@ anything.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from replica.config_checks import brings_code, read_model_config
 from replica.errors import ModelLoadError, ShoalError
 from replica.models.decoder import read_config
 from replica.models.decoder_config import DecoderConfig
+from replica.shard import check_divides
 from replica.weights import WeightReader
 
 #: Gemma's, with 262,144 tokens, has 33 MB
@@ -100,9 +102,14 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
 
 def main() -> int:
-    limit = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--max-model-len", type=int)
+    parser.add_argument("--ranks", type=int, default=1)
+    options = parser.parse_args()
     try:
-        check(Path(sys.argv[1]), limit)
+        check(options.folder, options.max_model_len)
+        check_divides(read_config(options.folder).to_cut, options.ranks)
     except ShoalError as error:
         print(error)
         return 1

@@ -11,6 +11,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 DType = Literal["auto", "bfloat16", "float32"]
+RunnerPlacement = Literal["thread", "process", "workers"]
 #: of any knob: sizes of arrays and numbers in messages follow from them
 MAX_INTEGER = (1 << 31) - 1
 
@@ -151,15 +152,23 @@ class AdmissionConfig(FrozenModel):
 class ParallelConfig(FrozenModel):
     """How a replica spans devices."""
 
-    tensor_parallel_size: int = Field(
-        1, ge=1, le=1, description="Ranks per replica. Only 1 until tensor parallelism lands."
+    tensor_parallel_size: int = Field(1, ge=1, le=64, description="Ranks per replica, each with a part of the model.")
+    ranks_may_be_remote: bool = Field(
+        False, description="Ranks may be placed on other nodes than the replica: it listens for them by TCP."
     )
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of the runner. auto: cores shared among local replicas."
     )
-    runner_placement: Literal["thread", "process"] = Field(
-        "thread", description="Where the model runs: on a thread of the replica, or in a process of its own."
+    runner_placement: RunnerPlacement = Field(
+        "thread",
+        description="Where the model runs: on a thread of the replica, in a process of its own, or on worker actors, "
+        "which several ranks always do.",
     )
+
+    @property
+    def has_workers(self) -> bool:
+        """The model runs on worker actors, one a rank."""
+        return self.tensor_parallel_size > 1 or self.runner_placement == "workers"
 
 
 class EngineConfig(FrozenModel):
@@ -189,6 +198,8 @@ def resolve(config: EngineConfig, hardware: Hardware, replicas_on_node: int = 1)
 
     The CPU token budget is 256: a CPU computes about 4,000 prompt tokens/s on the default model whatever the chunk (256
     rows already reach the matrix peak), so a bigger chunk only makes running streams wait longer.
+
+    Cores are shared by all ranks of all replicas on the node; KV memory is a replica's, whatever its ranks make of it.
     """
     on_cpu = hardware.device == "cpu"
     dtype: DType = config.model.dtype
@@ -196,7 +207,8 @@ def resolve(config: EngineConfig, hardware: Hardware, replicas_on_node: int = 1)
         dtype = "bfloat16" if hardware.has_bfloat16 else "float32"
     budget = config.scheduler.max_num_batched_tokens or (256 if on_cpu else 2048)
     with_guesses = config.scheduler.speculative_max_step_tokens or (12 if on_cpu else 256)
-    threads = config.parallel.num_threads or max(1, hardware.num_cores // replicas_on_node)
+    num_ranks = replicas_on_node * config.parallel.tensor_parallel_size
+    threads = config.parallel.num_threads or max(1, hardware.num_cores // num_ranks)
     gib = config.cache.kv_cache_gib
     if gib is None:
         gib = round(max(0.125, min(2.0, 0.2 * hardware.memory_bytes / GIB) / replicas_on_node), 3)

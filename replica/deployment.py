@@ -19,13 +19,15 @@ from ray import serve
 from replica.config import EngineConfig, resolve
 from replica.engine import Engine
 from replica.errors import ConfigError
-from replica.fake_runner import FakeModelRunner
 from replica.hardware import detect_hardware
 from replica.messages import Role
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import PacedRunner, RunnerThread
 from replica.service import ReplicaService
 from replica.step import ModelRunner
+from replica.step_runner import StepRunner
+from replica.worker import fake_runner
+from replica.worker_group import worker_group
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +40,18 @@ Settings = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[EngineConfig, 
 def make_runner(config: EngineConfig, model_source: ModelSource) -> ModelRunner:
     """The runner that `config` asks for; called on the runner thread. Raises ModelLoadError."""
     if config.model.runner == "fake":
-        return PacedRunner(
-            FakeModelRunner(
-                num_blocks=config.cache.num_blocks or 4096,
-                block_size=config.cache.block_size,
-                max_model_len=config.model.max_model_len or 8192,
-            )
-        )
+        return PacedRunner(fake_runner(config))
     from replica.model_runner import TorchModelRunner  # torch costs 1.7 s and 200 MiB: only where it is used
 
     return TorchModelRunner(config, model_source(config.model.model))
+
+
+def make_step_runner(config: EngineConfig, model_source: ModelSource, env_vars: dict[str, str]) -> StepRunner:
+    """What `config` wants the model to run on; `env_vars` are for worker actors. Loads nothing yet."""
+    make = partial(make_runner, config, model_source)
+    if config.parallel.has_workers:
+        return worker_group(config, model_source, env_vars)
+    return RunnerProcess(make) if config.parallel.runner_placement == "process" else RunnerThread(make)
 
 
 class Replica:
@@ -64,6 +68,7 @@ class Replica:
         model_source: ModelSource,
         drain_s: float,
         replicas_on_node: int,
+        env_vars: dict[str, str],
         role: str = Role.BOTH,
         set_up_logs: Callable[[], None] = lambda: None,
     ) -> None:
@@ -79,8 +84,7 @@ class Replica:
         self.incarnation = uuid.uuid4().hex
         self._drain_s = drain_s
         self._drained = False
-        make = partial(make_runner, self.config, model_source)
-        runner = RunnerProcess(make) if self.config.parallel.runner_placement == "process" else RunnerThread(make)
+        runner = make_step_runner(self.config, model_source, env_vars)
         self.engine = Engine(self.config, runner, incarnation=self.incarnation)
         await self.engine.start()
         self.engine.configure(self.config, number)
@@ -160,16 +164,22 @@ def replica_deployment(
     env_vars: dict[str, str],
     request_router_class: str,
     set_up_logs: Callable[[], None],
+    bundles: list[dict[str, float]] | None = None,
+    bundle_strategy: str = "STRICT_PACK",
     role: Role = Role.BOTH,
 ) -> serve.Application:
     """The Serve application node for `num_replicas` replicas of one role.
 
+    `bundles`: what Ray reserves for a replica with worker actors, its own place first, then one for each rank.
     `request_router_class` is the import path of the observer that tells routers who is there; `set_up_logs` is called
     in each process, first of all. Why these options:
     `docs/architecture.md`, "Ray Serve settings".
     """
     from ray.serve.config import RequestRouterConfig
 
+    placement: dict[str, Any] = {}
+    if bundles is not None:
+        placement = {"placement_group_bundles": bundles, "placement_group_strategy": bundle_strategy}
     # Serve checks and converts its options itself; its stubs do not know the plain-class form
     decorate: Any = serve.deployment
     deployment = decorate(
@@ -177,6 +187,7 @@ def replica_deployment(
         name="Replica",
         num_replicas=num_replicas,
         ray_actor_options={"num_cpus": num_cpus, "runtime_env": {"env_vars": env_vars}},
+        **placement,
         # one line per health probe and status call would bury everything else
         logging_config={"enable_access_log": False},
         health_check_period_s=1,
@@ -188,6 +199,6 @@ def replica_deployment(
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
     application: serve.Application = deployment.bind(
-        config, settings, model_source, drain_s, replicas_on_node, role.value, set_up_logs
+        config, settings, model_source, drain_s, replicas_on_node, env_vars, role.value, set_up_logs
     )
     return application

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
-from replica.errors import EngineError, InvalidRequestError
+from replica.errors import EngineError, InvalidRequestError, RanksLostError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -29,9 +29,8 @@ from replica.messages import (
 from replica.report_schedule import LOAD_INTERVAL_S, ReportSchedule
 from replica.router_link import RouterLink
 from replica.router_output import RouterOutput, RouterOutputs
-from replica.runner_process import RunnerProcess
-from replica.runner_thread import RunnerThread
 from replica.step import StepPlan
+from replica.step_runner import StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class Engine:
     def __init__(
         self,
         config: EngineConfig,
-        runner: RunnerThread | RunnerProcess,
+        runner: StepRunner,
         *,
         incarnation: str,
         clock: Callable[[], float] = time.time,
@@ -65,6 +64,7 @@ class Engine:
         self._links: dict[RouterId, RouterLink] = {}
         self._reports = ReportSchedule()
         self._wake = asyncio.Event()
+        runner.on_loss = self._wake.set
         self._idle = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._load_timer: asyncio.TimerHandle | None = None
@@ -78,7 +78,12 @@ class Engine:
 
     async def start(self) -> None:
         """Load the model, then step whenever there is work. Raises what loading raises."""
-        self.core = EngineCore(self._config, await self._runner.start())
+        try:
+            info = await self._runner.start()
+        except BaseException:
+            await self._runner.close()  # some of its ranks may be there already
+            raise
+        self.core = EngineCore(self._config, info)
         self._idle.set()
         self._tasks = [
             asyncio.create_task(self._run(), name="shoal-step-loop"),
@@ -225,6 +230,8 @@ class Engine:
         outputs: RouterOutputs = {}
         try:
             while True:
+                if self._runner.is_lost:
+                    outputs = await self._mend_runner(outputs)
                 began = time.perf_counter()
                 plan = self.core.schedule(self._clock())
                 planned_s = time.perf_counter() - began
@@ -239,6 +246,8 @@ class Engine:
                     await self._wake.wait()
                     continue
                 outputs = await self._step(plan, outputs, planned_s)
+                if self._runner.is_lost:
+                    outputs = await self._mend_runner(outputs)
                 if self._num_failed_steps >= MAX_FAILED_STEPS:
                     raise EngineError(f"the last {self._num_failed_steps} steps failed")
         except asyncio.CancelledError:
@@ -258,6 +267,10 @@ class Engine:
         self._publish(previous)
         try:
             result = await future
+        except RanksLostError:
+            self._num_failed_steps += 1
+            self._last_step_end = None
+            return {}
         except Exception:
             logger.exception("step %d failed; its %d sequences end with an error", plan.step, len(plan.seq_ids))
             self._num_failed_steps += 1
@@ -271,6 +284,20 @@ class Engine:
         scheduler_s = planned_s + time.perf_counter() - ended
         self.core.step_times.add(result.duration_s, scheduler_s, ended - began)
         return outputs
+
+    async def _mend_runner(self, unpublished: RouterOutputs) -> RouterOutputs:
+        """Ranks are lost, and with them all KV. Whatever is here goes back to its routers, who place nothing here until
+        they hear that the runner is whole again. Raises EngineError if it cannot be mended; the loop then ends.
+        """
+        self.core.pause()
+        self._send_load()  # before anything is given back: it must not come here again
+        self._publish(unpublished)
+        self._publish(self.core.lose_runner(self._clock()))
+        self._idle.set()
+        await self._runner.recover()
+        self.core.resume()
+        self._send_load()
+        return {}
 
     def _end_of_loop(self, unpublished: RouterOutputs) -> None:
         """Nothing will be computed here any more: tell every router, and give everything back."""

@@ -192,6 +192,26 @@ class EngineCore:
         """Draining: refuse everything from now on."""
         self._admission.is_draining = True
 
+    def pause(self) -> None:
+        """The runner is lost: refuse everything until `resume`, and say so in every load."""
+        self._admission.is_ready = False
+
+    def lose_runner(self, now: float) -> RouterOutputs:
+        """Everything ends here, and nothing is known of any KV: what was in the step, which may be what broke it, with
+        ERROR, the rest with MOVED. Routers continue both elsewhere.
+        """
+        progress = self.scheduler.fail_step(now)
+        self._grammars = GrammarGate()  # what was compiled may be gone as well
+        for sequence in self.scheduler.living():
+            self.scheduler.abort(sequence, FinishReason.MOVED, now)
+            progress.append(Progress(sequence, [], FinishReason.MOVED))
+        self.blocks.clear_cache()
+        return self._outputs(progress)
+
+    def resume(self) -> None:
+        """The runner is there again, and knows nothing."""
+        self._admission.is_ready = True
+
     def hand_over(self, now: float) -> RouterOutputs:
         """End everything that is not in the runner's hands with MOVED, so that routers continue it elsewhere.
 
@@ -259,6 +279,7 @@ class EngineCore:
             step_sequence_counts=counters.step_sequence_counts.copy(),
             step_second_counts=self.step_times.counts.copy(),
             last_queued=self._last_queued(),
+            is_ready=self._admission.is_ready,
             oldest_wait_s=scheduler.oldest_wait_s(now),
             kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
         )

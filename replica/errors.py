@@ -14,6 +14,7 @@
     ├── DeadlineExceededError        the request's own deadline, or that of a question to replicas, passed
     ├── ReplicaLostError             the replica died and the request could not be continued elsewhere
     ├── EngineError                  the model runner raised; the sequences of that step are gone
+    │   └── RanksLostError           ranks of a tensor-parallel group died, stopped or hung; the group is restarted
     ├── ModelLoadError               a model folder or file cannot be used (sentence inside)
     └── ConfigError                  a configuration that cannot work (field, value, what is allowed)
 
@@ -103,6 +104,10 @@ class ReplicaLostError(ShoalError):
 
 class EngineError(ShoalError):
     """The model runner failed on a step."""
+
+
+class RanksLostError(EngineError):
+    """A rank died, stopped or hung, and with it the KV of the whole replica. Says which and why."""
 
 
 class ModelLoadError(ShoalError):

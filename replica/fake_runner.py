@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replica.errors import InvalidRequestError
+from replica.errors import EngineError, InvalidRequestError
 from replica.messages import SamplingParams, TokenLogprobs
 from replica.step import NewSequence, RunnerInfo, StepPlan, StepResult
 
@@ -129,6 +129,9 @@ class FakeModelRunner:
         self._eos = frozenset(eos_token_ids)
         self._kv = [0] * (num_blocks * block_size)
         self._known: dict[int, _Known] = {}
+        self._last: StepResult | None = None
+        #: of weights and KV, as every rank says
+        self.held_bytes = (0, 0)
 
     @property
     def info(self) -> RunnerInfo:
@@ -166,7 +169,20 @@ class FakeModelRunner:
                 told = known.token_ids[start + 1 : min(start + count, known.num_prompt_tokens - 1) + 1]
                 prompt_logprobs[seq_id] = [self._logprobs(token_id, num_top) for token_id in told]
         duration_s = self.cost.step_s(plan)
-        return StepResult(plan.step, seq_ids, token_ids, duration_s, logprobs, prompt_logprobs, more=more)
+        self._last = StepResult(plan.step, seq_ids, token_ids, duration_s, logprobs, prompt_logprobs, more=more)
+        return self._last
+
+    def adopt(self, result: StepResult) -> None:
+        """As one of several ranks: what rank 0 chose. It has chosen the same. Raises EngineError if it has not."""
+        last = self._last
+        if last is None or (last.seq_ids, last.token_ids, last.more) != (result.seq_ids, result.token_ids, result.more):
+            raise EngineError(f"rank 0 chose other tokens in step {result.step}: {result.token_ids}")
+
+    def begin_anew(self) -> None:
+        """As one of several ranks, when a peer was replaced: nothing is known any more."""
+        self._known.clear()
+        self._kv = [0] * len(self._kv)
+        self._last = None
 
     def _judge(self, known: _Known, drafts: list[int]) -> list[int]:
         """The tokens that follow, one for each draft that came true. All drafts leave their KV, as on a device."""

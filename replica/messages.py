@@ -96,6 +96,8 @@ class RefusalReason(enum.StrEnum):
     QUEUE_FULL = "queue_full"
     NO_REPLICA = "no_replica"
     DRAINING = "draining"
+    #: the replica mends itself and will be ready again
+    NOT_READY = "not_ready"
     #: longer than the context or the pool
     NEVER_FITS = "never_fits"
     #: more sequences in one request than the whole queue holds
@@ -235,6 +237,8 @@ class ReplicaLoad(WireRecord, frozen=True):
     #: under a policy with classes: (priority, `aged_priority`) of the last in the queue, whose place a more urgent
     #: request might take; None: nobody's
     last_queued: tuple[int, float] | None = None
+    #: False while it mends itself: alive, but nothing can be placed there
+    is_ready: bool = True
 
 
 class TokenLogprobs(WireRecord, frozen=True):

@@ -175,6 +175,10 @@ class TorchModelRunner:
             tokens[first : first + len(of_one)] = of_one
         self._store.append(batch, tokens)
 
+    def begin_anew(self) -> None:
+        """Keep the weights, forget every sequence: a peer was replaced, and what it knew is gone."""
+        self._store, self._untold = self._new_store(), None
+
     def agree(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Rank 0's `result` on every rank, over the peers themselves: for the self-test, before anything else carries
         messages. One token a sequence; float32 holds token ids exactly.

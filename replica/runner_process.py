@@ -26,7 +26,10 @@ _result_decoder = msgspec.msgpack.Decoder(StepResult)
 class RunnerProcess:
     """Spawns the runner; awaits it from the event loop through the pipe's descriptor, without a thread."""
 
+    is_lost = False
+
     def __init__(self, factory: Callable[[], ModelRunner]) -> None:
+        self.on_loss: Callable[[], object] = lambda: None
         context = multiprocessing.get_context("spawn")
         self._pipe, far_end = context.Pipe()
         self._process = context.Process(target=_serve, args=(factory, far_end), daemon=True)
@@ -41,6 +44,9 @@ class RunnerProcess:
         self._far_end.close()
         self._loop.add_reader(self._pipe.fileno(), self._on_readable)
         return msgspec.msgpack.decode(await self._expect(), type=RunnerInfo)
+
+    async def recover(self) -> None:
+        """It is not mended: its steps fail, and Serve replaces the replica."""
 
     def execute(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Begin a step at once; the future gives its result or raises EngineError."""

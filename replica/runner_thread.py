@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from replica.fake_runner import FakeModelRunner
 from replica.step import ModelRunner, RunnerInfo, StepPlan, StepResult
 
 _Order = tuple[Callable[[], object], "asyncio.Future[object]"]
@@ -24,7 +25,10 @@ class RunnerThread:
     them.
     """
 
+    is_lost = False
+
     def __init__(self, factory: Callable[[], ModelRunner]) -> None:
+        self.on_loss: Callable[[], object] = lambda: None
         self._factory = factory
         self._runner: ModelRunner | None = None
         self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
@@ -37,6 +41,9 @@ class RunnerThread:
         await self._call(self._build)
         assert self._runner is not None
         return self._runner.info
+
+    async def recover(self) -> None:
+        """A thread cannot be lost."""
 
     def execute(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Begin a step at once; the future gives its result or raises what the runner raised."""
@@ -119,3 +126,13 @@ class PacedRunner:
 
     def close(self) -> None:
         self._runner.close()
+
+
+class PacedRank(PacedRunner):
+    """The same for one of several ranks."""
+
+    def __init__(self, runner: FakeModelRunner) -> None:
+        super().__init__(runner)
+        self.adopt = runner.adopt
+        self.begin_anew = runner.begin_anew
+        self.held_bytes = runner.held_bytes

@@ -149,8 +149,10 @@ class Dispatcher:
         request.was_shed |= refusal is RefusalReason.SHED
         request.tried[replica_id] = view.num_news
         view.refusals.refused(self._ask(request), refusal)
+        # who has begun somewhere has time to find another place, also if this one closed its door just now
+        wait_s = self._config.resume_wait_s if request.is_returning else None
         # those behind it waited for this answer
-        return [*self._place_or_hold(request, now), *self._offer(view, now)]
+        return [*self._place_or_hold(request, now, wait_s), *self._offer(view, now)]
 
     def on_shed(self, request_id: RequestId, now: float) -> list[Instruction]:
         """It had not begun, and its replica gave its place to a more urgent one: perhaps another one has room."""

@@ -20,6 +20,7 @@ from replica.errors import (
     NeverFitsError,
     NoReplicaError,
     QueueFullError,
+    RanksLostError,
     RefusedError,
     ReplicaLostError,
     RouterBusyError,
@@ -60,6 +61,7 @@ RULES: dict[type[ShoalError], ErrorRule] = {
     DeadlineExceededError: ErrorRule(504, "timeout_error", "deadline_exceeded"),
     ReplicaLostError: ErrorRule(502, SERVER_ERROR, "replica_lost"),
     EngineError: ErrorRule(500, SERVER_ERROR, "engine_error"),
+    RanksLostError: ErrorRule(502, SERVER_ERROR, "replica_lost"),
     ModelLoadError: ErrorRule(500, SERVER_ERROR, "model_load_error"),
     ConfigError: ErrorRule(500, SERVER_ERROR, "config_error"),
 }

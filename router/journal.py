@@ -157,6 +157,8 @@ def _standing(view: ReplicaView, said_no_at: int | None, num_sequences: int, now
         return {"replica": view.replica_id, "not": "not connected"}
     if view.is_draining:
         return {"replica": view.replica_id, "not": "draining"}
+    if not view.load.is_ready:
+        return {"replica": view.replica_id, "not": "restarting its ranks"}
     if not view.is_placeable(now):
         return {"replica": view.replica_id, "not": f"silent for {now - view.load_at:.1f} s"}
     standing: dict[str, Any] = {

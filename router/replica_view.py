@@ -54,8 +54,8 @@ class ReplicaView:
 
     @property
     def is_open(self) -> bool:
-        """Connected and not on its way out."""
-        return self.is_connected and not self.is_draining
+        """Connected, not on its way out, and not mending itself."""
+        return self.is_connected and not self.is_draining and self.load.is_ready
 
     def is_placeable(self, now: float) -> bool:
         """Open, and heard from lately: a replica that was stopped (SIGSTOP) or cut off keeps its stream for a while."""
@@ -77,7 +77,7 @@ class ReplicaView:
             "replica_id": self.replica_id,
             "address": self.address,
             "description": description,
-            "state": "draining" if self.is_draining else "up" if self.is_placeable(now) else "silent",
+            "state": self._state(now),
             "queued": load.num_queued,
             "queue_cap": load.queue_cap,
             "returning": load.num_returning,
@@ -90,6 +90,13 @@ class ReplicaView:
             "config": f"{int(load.counters.get('config_number', 0)):08x}",
             "counters": load.counters,
         }
+
+    def _state(self, now: float) -> str:
+        if self.is_draining:
+            return "draining"
+        if self.is_placeable(now):
+            return "up"
+        return "silent" if self.load.is_ready else "restarting"
 
     def sent(self, num_sequences: int, num_tokens: int) -> None:
         """A request of ours is on its way there."""

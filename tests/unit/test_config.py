@@ -12,7 +12,16 @@ import yaml
 
 from cluster.cli import _parser, config_overrides, main
 from cluster.config import ClusterConfig, load
-from replica.config import CacheConfig, EngineConfig, FrozenModel, Hardware, ModelConfig, SchedulerConfig, resolve
+from replica.config import (
+    CacheConfig,
+    EngineConfig,
+    FrozenModel,
+    Hardware,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    resolve,
+)
 from replica.errors import ConfigError
 
 LAPTOP = Hardware(num_cores=2, memory_bytes=24 << 30, has_bfloat16=True)
@@ -28,7 +37,7 @@ LAPTOP = Hardware(num_cores=2, memory_bytes=24 << 30, has_bfloat16=True)
         ({"scheduler": {"watermark": 1}}, "scheduler.watermark: .*less than 1.*got 1"),
         ({"dtype": "float16"}, "dtype: .*'auto', 'bfloat16' or 'float32'.*got 'float16'"),
         ({"model": " "}, "model: is empty"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size: .*less than or equal to 1.*got 2"),
+        ({"tensor_parallel_size": 65}, "tensor_parallel_size: .*less than or equal to 64.*got 65"),
         ({"kv_cache": {"block_size": 0}}, "kv_cache.block_size: "),
         ({"router": {"policy": "magic"}}, "router.policy: .*'least-tokens'.*got 'magic'"),
     ],
@@ -120,6 +129,9 @@ def test_resolve_fills_every_auto_and_keeps_what_was_set() -> None:
     assert config.scheduler.max_num_batched_tokens == 256
     assert config.cache.kv_cache_gib == pytest.approx(1.0)
     assert resolve(config, LAPTOP, replicas_on_node=2) == config
+    cut = EngineConfig(parallel=ParallelConfig(tensor_parallel_size=3))
+    assert resolve(cut, Hardware(16, 24 << 30, True), replicas_on_node=2).parallel.num_threads == 2
+    assert resolve(cut, LAPTOP, replicas_on_node=2).parallel.num_threads == 1
     own = EngineConfig(
         model=ModelConfig(dtype="float32"),
         cache=CacheConfig(kv_cache_gib=3),

@@ -1,0 +1,131 @@
+"""A replica whose ranks are lost: everything goes back, the door is closed for a while, nothing old is believed."""
+
+from __future__ import annotations
+
+from replica.messages import FinishReason, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.instructions import Dispatch, Refuse
+from router.journal import grounds
+from tests.unit.engine_harness import Harness, reference
+from tests.unit.test_dispatcher import ROOM, A, B, make, rid
+
+PROMPT = list(range(100, 112))
+
+
+def lose(h: Harness) -> None:
+    h.core.pause()
+    h.hear(h.core.lose_runner(h.now))
+    h.runner.begin_anew()
+    h.core.validate()
+
+
+def test_what_was_in_the_step_failed_and_the_rest_is_moved() -> None:
+    h = Harness(max_num_seqs=1)
+    h.submit("runs", PROMPT)
+    h.submit("waits", PROMPT)
+    h.submit("compiles", PROMPT, grammar="g")
+    h.step()
+    assert h.plan() is not None
+    lose(h)
+    assert h.ends == {"runs": FinishReason.ERROR, "waits": FinishReason.MOVED, "compiles": FinishReason.MOVED}
+    assert h.core.num_unfinished == 0
+    assert h.core.blocks.num_free == h.core.blocks.num_blocks
+
+
+def test_between_two_steps_nobody_is_to_blame() -> None:
+    h = Harness()
+    h.submit("runs", PROMPT)
+    h.step()
+    lose(h)
+    assert h.ends == {"runs": FinishReason.MOVED}
+
+
+def test_whoever_was_aborted_meanwhile_is_not_told() -> None:
+    h = Harness()
+    h.submit("runs", PROMPT)
+    assert h.plan() is not None
+    h.core.abort(h.sequence("runs").router_id, RequestId("runs"), h.now)
+    lose(h)
+    assert h.ends == {}
+    assert h.core.num_unfinished == 0
+
+
+def test_the_door_is_closed_until_the_runner_is_whole() -> None:
+    h = Harness()
+    h.core.pause()
+    assert not h.core.load(h.now).is_ready
+    assert h.submit("early", PROMPT) is RefusalReason.NOT_READY
+    h.core.resume()
+    assert h.core.load(h.now).is_ready
+    assert h.submit("again", PROMPT) is None
+
+
+def test_no_prefix_is_believed_to_be_there_afterwards() -> None:
+    """The fake runner's KV is empty after a loss, so a hit would change the tokens."""
+    h = Harness()
+    h.submit("first", PROMPT, 8)
+    h.run()
+    h.submit("second", PROMPT, 8)
+    h.step()
+    assert h.sequence("second").num_cached_tokens > 0
+    lose(h)
+    h.core.resume()
+    h.submit("third", PROMPT, 8)
+    h.run()
+    assert h.tokens["third"] == reference(PROMPT, 8)
+
+
+def test_grammars_are_compiled_anew() -> None:
+    h = Harness()
+    h.submit("a", PROMPT, grammar="g")
+    assert h.core.take_wanted_grammars() == ["g"]
+    h.hear(h.core.grammar_compiled("g", None, h.now))
+    h.submit("b", PROMPT, grammar="g")
+    assert h.core.take_wanted_grammars() == []
+    lose(h)
+    h.hear(h.core.grammar_failed("g", h.now))  # an answer that comes late finds nobody
+    h.core.resume()
+    h.submit("c", PROMPT, grammar="g")
+    assert h.core.take_wanted_grammars() == ["g"]
+
+
+# ---- the router ----
+
+RESTARTING = ReplicaLoad(queue_cap=4, is_ready=False)
+
+
+def test_nothing_is_placed_at_a_replica_that_mends_itself_and_it_is_not_dead() -> None:
+    dispatcher = make(A, B)
+    dispatcher.on_load(A, RESTARTING, 0.0)
+    assert dispatcher.submit(rid(0), 1, 10, 0.0) == [Dispatch(rid(0), B, 1)]
+    assert dispatcher.views[A].describe("", 0.0)["state"] == "restarting"
+    seen = grounds(dispatcher.views.values(), {}, 1, 0.0)
+    assert {"replica": A, "not": "restarting its ranks"} in seen
+    dispatcher.on_load(A, ROOM, 0.1)
+    assert dispatcher.views[A].describe("", 0.1)["state"] == "up"
+
+
+def test_what_has_begun_waits_for_the_only_replica_and_goes_on_there() -> None:
+    dispatcher = make(A, resume_wait_s=20.0, admission_wait_s=0.1)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    dispatcher.progressed(rid(0))
+    dispatcher.on_load(A, RESTARTING, 1.0)
+    assert dispatcher.on_failed(rid(0), 1.0) == []
+    (refused,) = [*dispatcher.submit(rid(1), 1, 10, 1.0), *dispatcher.on_time(1.2)]
+    assert isinstance(refused, Refuse)
+    assert refused.reason is RefusalReason.NO_REPLICA
+    assert dispatcher.on_load(A, ROOM, 6.0) == [Dispatch(rid(0), A, 2, is_returning=True)]
+
+
+def test_a_returning_request_that_meets_a_closed_door_has_time_to_find_another() -> None:
+    """It was sent before the router heard: the refusal must not cut its time down to that of a fresh one."""
+    dispatcher = make(A, B, resume_wait_s=20.0, admission_wait_s=0.1)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    dispatcher.on_reply(rid(0), 1, None, "", 0.0)
+    dispatcher.progressed(rid(0))
+    assert dispatcher.on_moved(rid(0), 1.0) == [Dispatch(rid(0), B, 2, is_returning=True)]
+    dispatcher.on_load(A, RESTARTING, 1.0)
+    dispatcher.on_load(B, RESTARTING, 1.0)
+    assert dispatcher.on_reply(rid(0), 2, RefusalReason.NOT_READY, "", 1.0) == []
+    assert dispatcher.on_time(15.0) == []
+    assert dispatcher.on_load(ReplicaId("b"), ROOM, 16.0) == [Dispatch(rid(0), B, 3, is_returning=True)]
