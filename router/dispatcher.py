@@ -297,13 +297,15 @@ class Dispatcher:
             return False
         if request.is_returning:
             return True
-        if view.has_room_for(request.num_sequences):
-            would, window = not view.refusals.is_shed(self._ask(request)), view.refusals.window
-        else:
+        ask, window = self._ask(request), view.refusals.window
+        if view.refusals.is_shed(ask):
+            return False
+        if not view.has_room_for(request.num_sequences):
             # one at a time: whoever is let in takes the place that the next one counts on
-            would, window = self._may_displace(request.order_key, request.num_sequences, view), 1
-            would = would and not view.refusals.is_full_for(self._ask(request))
-        return would and (window is None or view.unanswered_sequences < window or self._is_alone(request))
+            window = 1
+            if view.refusals.is_full_for(ask) or not self._may_displace(request.order_key, request.num_sequences, view):
+                return False
+        return window is None or view.unanswered_sequences < window or self._is_alone(request)
 
     def _is_alone(self, request: Tracked) -> bool:
         """Nobody else is held. Who comes then is tried at once, for there may be no time to hold it at all."""

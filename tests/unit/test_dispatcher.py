@@ -407,3 +407,17 @@ def test_a_deadline_ends_what_a_silent_replica_has_not_begun() -> None:
     assert isinstance(refused, Refuse)
     assert (refused.request_id, refused.reason) == (rid(1), RefusalReason.DEADLINE)
     assert dispatcher.num_requests == 1, "what has begun is brought to its end"
+
+
+def test_who_was_refused_for_queued_tokens_does_not_come_back_to_push_without_news() -> None:
+    """Two sequences at a queue with one place: urgent enough to push, and refused by the limit on tokens."""
+    dispatcher = make(A)
+    queue = ReplicaLoad(num_queued=3, queue_cap=4, last_queued=(1, 60.0))
+    dispatcher.on_load(A, queue, 0.0)
+    assert dispatcher.submit(rid(0), 2, 10, 0.0, (0.0, 0, 0.0)) == []
+    urgent = make(A, priority_ageing_s=60.0)
+    urgent.on_load(A, queue, 0.0)
+    assert urgent.submit(rid(0), 2, 10, 0.0, (0.0, 0, 0.0)) == [Dispatch(rid(0), A, 1)]
+    assert urgent.on_reply(rid(0), 1, RefusalReason.SHED, "", 0.0) == []
+    assert urgent.on_load(A, queue, 0.0) == [], "the same queue again is no news"
+    assert len(urgent.on_load(A, ReplicaLoad(num_queued=2, queue_cap=4), 0.0)) == 1
