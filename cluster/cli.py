@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from cluster import __version__
+from cluster.config import PlainYaml
 from replica.errors import ConfigError, ShoalError
 
 #: `shoal serve` flag -> key of ClusterConfig
@@ -145,7 +146,7 @@ def _assignments(items: Sequence[str], name: str = "") -> dict[str, Any]:
         if key in found:
             raise ConfigError(f"{name}{item!r}: {key} is given twice; allowed: once")
         try:
-            found[key] = yaml.safe_load(text)
+            found[key] = yaml.load(text, PlainYaml)
         except yaml.YAMLError:
             raise ConfigError(f"{name}{item!r}: {text!r} is not a YAML value") from None
     return found
@@ -216,12 +217,16 @@ def _set(options: argparse.Namespace) -> int:
 
     values = _assignments(options.items)
     live_knobs.check_keys(values)  # before anything takes time
-    with attached(options.address, options.port):
-        found = in_force()
-        wanted = live_knobs.changed(found.now, values)
-        started = time.monotonic()
-        confirmed = put_in_force(found, wanted, values)
-        took_s = time.monotonic() - started
+    try:
+        with attached(options.address, options.port):
+            found = in_force()
+            wanted = live_knobs.changed(found.now, values)
+            started = time.monotonic()
+            confirmed = put_in_force(found, wanted, values)
+            took_s = time.monotonic() - started
+    except KeyboardInterrupt:
+        print("shoal: interrupted; the change may be in force or not: `shoal get` shows it", file=sys.stderr)
+        raise
     print("\n".join(live_knobs.told_changes(found.now, wanted, values)))
     print(confirmed.sentence(took_s), file=sys.stderr)
     for sentence in live_knobs.warnings(found.now, wanted):

@@ -5,6 +5,7 @@ name.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from cluster.allowed import allowed
 from replica.config import (
     AdmissionConfig,
     CacheConfig,
@@ -188,8 +190,15 @@ def load(source: Mapping[str, Any] | str | Path | None, overrides: Mapping[str, 
         raise ConfigError("\n".join(_sentence(item) for item in error.errors())) from None
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    """YAML forbids a key twice in a mapping; the library would silently take the last."""
+class PlainYaml(yaml.SafeLoader):
+    """YAML forbids a key twice in a mapping; the library would silently take the last. And to it 010 is 8 and 1:30 is
+    90, as in YAML 1.1; here numbers are decimal, and anything else is text.
+    """
+
+    yaml_implicit_resolvers = {
+        first: [(tag, pattern) for tag, pattern in found if not tag.endswith((":int", ":float"))]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -201,6 +210,15 @@ class _EachKeyOnce(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_WHOLE = r"[-+]?(?:0|[1-9][0-9]*)"
+PlainYaml.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(rf"^{_WHOLE}$"), list("-+0123456789"))
+PlainYaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(rf"^(?:{_WHOLE}(?:\.[0-9]*)?(?:[eE][-+]?[0-9]+)?|[-+]?\.[0-9]+(?:[eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan)$"),
+    list("-+.0123456789"),
+)
+
+
 def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if source is None:
         return {}
@@ -208,7 +226,7 @@ def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
         return {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
     path = Path(source)
     try:
-        data = yaml.load(path.read_text(), _EachKeyOnce)
+        data = yaml.load(path.read_text(), PlainYaml)
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
@@ -238,15 +256,28 @@ def _sentence(item: Mapping[str, Any]) -> str:
         return f"{place}: unknown key{hint}"
     if item["type"] == "model_type":
         return f"{place}: must be a section with the keys {', '.join(_fields_at(item['loc']))} (got {item['input']!r})"
+    sentence = f"{place}: {item['msg'].removeprefix('Value error, ')}"
     # a rule between keys names what it found; the section as a whole would only bury it
-    found = "" if isinstance(item["input"], Mapping) else f" (got {item['input']!r})"
-    return f"{place}: {item['msg'].removeprefix('Value error, ')}{found}"
+    if isinstance(item["input"], Mapping):
+        return sentence
+    if not item["type"].startswith(("greater_than", "less_than", "literal_error")):
+        sentence += f"; allowed: {_allowed_at(item['loc'])}"
+    return f"{sentence} (got {item['input']!r})"
+
+
+def _allowed_at(location: tuple[Any, ...]) -> str:
+    names = [part for part in location if isinstance(part, str)]  # without the place in a list
+    return allowed(_model_at(tuple(names[:-1])), names[-1])
 
 
 def _fields_at(location: tuple[Any, ...]) -> list[str]:
+    return list(_model_at(location).model_fields)
+
+
+def _model_at(location: tuple[Any, ...]) -> type[BaseModel]:
     model: type[BaseModel] = ClusterConfig
     for part in location:
         annotation = model.model_fields[part].annotation
         assert isinstance(annotation, type)
         model = annotation
-    return list(model.model_fields)
+    return model

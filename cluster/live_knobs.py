@@ -49,7 +49,9 @@ def check_keys(keys: Mapping[str, Any]) -> None:
     known = all_keys()
     sentences = []
     for key in keys:
-        if key not in known:
+        if under := [name for name in known if name.startswith(f"{key}.")]:
+            sentences.append(f"{key}: is a section; its keys: {', '.join(under)}")
+        elif key not in known:
             sentences.append(f"{key}: unknown key; {_nearest(key, known)}")
         elif key not in LIVE:
             sentences.append(f"{key}: needs a restart: give it to the next `shoal serve`, with --set or in its file")
@@ -58,10 +60,9 @@ def check_keys(keys: Mapping[str, Any]) -> None:
 
 
 def changed(config: ClusterConfig, values: Mapping[str, Any]) -> ClusterConfig:
-    """`config` with other values of dotted live keys; "auto" is None where None is allowed. Raises ConfigError."""
+    """`config` with other values of dotted live keys. Raises ConfigError."""
     check_keys(values)
-    meant = {key: None if value == "auto" and may_be_auto(key) else value for key, value in values.items()}
-    return load(config.model_dump(), meant)
+    return load(config.model_dump(), values)
 
 
 def overlay_of(start: ClusterConfig, wanted: ClusterConfig) -> dict[str, Any]:
@@ -151,11 +152,6 @@ def flat_values(config: BaseModel) -> Iterator[tuple[str, Any]]:
 def all_keys() -> list[str]:
     """Dotted keys of `ClusterConfig`."""
     return [key for key, _ in flat_values(ClusterConfig())]
-
-
-def may_be_auto(key: str) -> bool:
-    """None is a value of `key`, and stands for what the hardware or the model decides."""
-    return dict(flat_values(ClusterConfig()))[key] is None
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

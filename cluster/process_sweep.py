@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 from replica.cache_folder import cache_folder
@@ -22,13 +23,13 @@ def run_folder() -> Path:
     return cache_folder() / "run" / (boot.read_text().strip() if boot.exists() else "this-machine")
 
 
-def record_children(folder: Path | None = None, **facts: object) -> None:
+def record_children(facts: Mapping[str, object], folder: Path | None = None) -> None:
     """Write the descendants of this process down, and whatever else others shall find."""
     folder = folder or run_folder()
     folder.mkdir(parents=True, exist_ok=True)
     me = os.getpid()
     children = [[pid, start_time(pid)] for pid in descendants(me)]
-    record = {"driver": [me, start_time(me)], "children": children, "facts": facts}
+    record = {"driver": [me, start_time(me)], "children": children, "facts": dict(facts)}
     path = folder / f"{me}.json"
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(record))

@@ -49,15 +49,14 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
         owns_serve = not _serve_is_running()
         try:
             if not attached:
-                record_children()
+                record_children(_found_by(port))
             _check_resources(config)
             model.result()
             _refuse_a_second_application(owns_serve)
             has_deployed = True
             _deploy(config, host, port)
             if not attached:
-                # again: now with the replicas, and with what `shoal set` needs to find them
-                record_children(port=port, address=ray_address(), auth_mode=os.environ.get("RAY_AUTH_MODE"))
+                record_children(_found_by(port))  # again: now with the replicas
             if not owns_serve and not _listens(host, port):
                 _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
             _say(f"replicas: {_describe_replicas(config, host, port)}")
@@ -235,6 +234,11 @@ def _check_resources(config: ClusterConfig) -> None:
     ]
     if short := shortage(replica_bundles(config), config.replicas.both, config.rank_placement, nodes):
         raise ConfigError(f"resources: {short}")
+
+
+def _found_by(port: int) -> dict[str, object]:
+    """What `shoal set` needs to find this cluster, from before the first answer on."""
+    return {"port": port, "address": ray_address(), "auth_mode": os.environ.get("RAY_AUTH_MODE")}
 
 
 def ray_address() -> str:

@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import NoneType
+from typing import Literal, get_args
 
 import msgspec
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -24,9 +25,14 @@ class FrozenModel(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_a_number_that_can_work(cls, value: object, info: ValidationInfo) -> object:
-        """pydantic would take true for 1, and integers that no array and no message holds."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+    def _as_written(cls, value: object, info: ValidationInfo) -> object:
+        """`auto` is None where None is meant by it. pydantic would take true for 1, and integers that no array and no
+        message holds.
+        """
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if value == "auto" and NoneType in get_args(annotation):
+            return None
+        if isinstance(value, bool) and annotation is not bool:
             raise ValueError("true and false are no values of it")
         if isinstance(value, int) and abs(value) > MAX_INTEGER:
             raise ValueError(f"Input should be at most {MAX_INTEGER}")
@@ -66,10 +72,13 @@ class SchedulerConfig(FrozenModel):
         "fcfs", description="Who is served first: by arrival, by priority then arrival, or least work left first."
     )
     priority_ageing_s: float = Field(
-        60, gt=0, description="Under priority: so many seconds of waiting make a request one level more urgent."
+        60,
+        ge=0.001,
+        le=1e6,
+        description="Under priority: so many seconds of waiting make a request one level more urgent.",
     )
     sjf_ageing_tokens_per_s: float = Field(
-        100, gt=0, description="Under sjf: a second of waiting counts like so many tokens less of work."
+        100, ge=0.001, le=1e9, description="Under sjf: a second of waiting counts like so many tokens less of work."
     )
     max_num_seqs: int = Field(128, ge=1, description="Most sequences running at once.")
     max_num_batched_tokens: int | None = Field(

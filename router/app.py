@@ -149,7 +149,8 @@ class GenerateEndpoint:
         log_error(error, asked.request_id, asked.header_id)
         if isinstance(error, RefusedError):
             edge.metrics.refused(rule.code or "refused")
-        if asked.is_read or rule.status >= 500:  # a mistake in a field is the client's, who has been told all of it
+        # a mistake in a field is the client's, who has been told all of it
+        if asked.is_read or rule.status >= 500 or isinstance(error, NeverFitsError):
             journal.open(asked.request_id, asked.arrival_s, asked.header_id)
             journal.note(asked.request_id, asked.arrival_s, "arrived")
             journal.note(asked.request_id, edge.clock(), f"answered {rule.status}", **_told(error))

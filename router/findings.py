@@ -34,10 +34,15 @@ _PUT_BACK = ("kv_cache.kv_cache_gib", "scheduler.max_num_seqs", "scheduler.water
 _DISPLACED = ("scheduler.policy", "scheduler.priority_ageing_s", "scheduler.max_preemptions")
 _HELD = ("router.max_queued_requests_per_replica", "router.admission_wait_ms", "replicas.both")
 
+#: a "held" at which no replica could be chosen for a reason of its own, and a "placed" that came to nothing
+_NOBODY_UP, _UNANSWERED = "held, nobody up", "placed and lost"
+
 #: event of the journal -> what went on until the next one
 _AT_ROUTER: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("arrived", "read, parsed and tokenized", ()),
     ("held", "held by the router: no replica had room in its queue", _HELD),
+    (_NOBODY_UP, "held by the router: no replica was up", ("replicas.both",)),
+    (_UNANSWERED, "at a replica that was lost or fell silent", ("replicas.both",)),
     (LOST, "lost with its replica, and not yet placed elsewhere", ("replicas.both",)),
     ("all tokens here", "its last bytes waited for a client that reads slowly", ()),
 )
@@ -70,7 +75,12 @@ def _of_router(events: list[dict[str, Any]]) -> Iterator[Finding]:
     """Time from one event to the next, by what it was."""
     spent_s: dict[str, float] = {}
     for event, following in pairwise(events):
-        spent_s[event["what"]] = spent_s.get(event["what"], 0.0) + following["after_s"] - event["after_s"]
+        what = event["what"]
+        if what == "placed" and following["what"] == LOST:
+            what = _UNANSWERED
+        elif what == "held" and "replicas" in event and not any("cap" in replica for replica in event["replicas"]):
+            what = _NOBODY_UP
+        spent_s[what] = spent_s.get(what, 0.0) + following["after_s"] - event["after_s"]
     for what, sentence, knobs in _AT_ROUTER:
         if what in spent_s:
             yield spent_s[what], sentence, knobs

@@ -111,6 +111,8 @@ class InfoEndpoints:
     async def debug_requests(self, request: Request) -> Response:
         """The unfinished requests that are oldest, one line of data each: what each does or waits for."""
         self._check_admin("GET /debug/requests")
+        if unknown := [name for name in request.query_params if name != "limit"]:
+            raise InvalidRequestError(f"{short(unknown[0])} is not known here; allowed: limit.", unknown[0][:64])
         text = request.query_params.get("limit", str(DEFAULT_LIVING))
         limit = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
         if not 1 <= limit <= MAX_LIVING:

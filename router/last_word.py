@@ -32,11 +32,12 @@ def last_word(request: Tracked, views: Collection[ReplicaView], max_losses: int,
         return Refuse(request_id, RefusalReason.DEADLINE, 0.0, why)
     up = [view for view in views if view.is_placeable(now)]
     if request.was_shed:
-        why = "it made way for more urgent requests, and no other replica takes it"
+        why = "it made way for requests that come before it, and no other replica takes it"
     elif not up:
         return Refuse(request_id, RefusalReason.NO_REPLICA, 2.0, "no replica is up")
     elif any(view.refusals.window is not None and view.has_room_for(request.num_sequences) for view in up):
-        why = "too many tokens of more urgent requests are queued"  # by what the others were told, it was not sent
+        # by what the others were told, it was not sent
+        why = "too many tokens of requests that come before it are queued"
     else:
         why = "the queue of every replica is full"
         return Refuse(request_id, RefusalReason.QUEUE_FULL, retry_after_s(views, now), why)

@@ -172,6 +172,11 @@ def test_a_silent_replica_costs_a_second_and_is_named() -> None:
         assert asked(api).json()["silent_replicas"] == []
 
 
+def test_an_unknown_parameter_is_named(api: ApiUnderTest) -> None:
+    response = asked(api, "?lim=3")
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "lim")
+
+
 @pytest.mark.parametrize("limit", ["0", "1001", "-1", "x", "", "99999999999"])
 def test_limits_are_checked(api: ApiUnderTest, limit: str) -> None:
     response = asked(api, f"?limit={limit}")

@@ -61,10 +61,51 @@ def test_no_number_is_infinite_or_none_at_all_or_beyond_what_arrays_hold(key: st
     message about it cut the link to a replica.
     """
     for value in (math.inf, -math.inf, math.nan):
-        with pytest.raises(ConfigError, match=rf"^{key}: Input should be a finite number \(got -?(inf|nan)\)$"):
+        with pytest.raises(
+            ConfigError, match=rf"^{key}: Input should be a finite number; allowed: .+ \(got -?(inf|nan)\)$"
+        ):
             load({}, {key: value})
     with pytest.raises(ConfigError, match=f"^{key}: Input should be .*(less than or equal to|at most|less than) "):
         load({}, {key: 1 << 70})
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4", 4), ("010", 10), ("+3", 3), ("1e2", 100), ("0x10", None), ("1:30", None)]
+)
+def test_numbers_are_decimal(tmp_path: Path, text: str, number: int | None) -> None:
+    """To YAML 1.1 010 is 8, and 1:30 is 90."""
+    path = tmp_path / "shoal.yaml"
+    path.write_text(f"scheduler: {{max_num_seqs: {text}}}")
+    if number is None:
+        with pytest.raises(ConfigError, match=r"scheduler\.max_num_seqs: .*; allowed: a whole number, at least 1 "):
+            load(path)
+    else:
+        assert load(path).scheduler.max_num_seqs == number
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("scheduler.max_num_seqs", "auto", "allowed: a whole number, at least 1 (got 'auto')"),
+        ("scheduler.watermark", None, "allowed: a number, at least 0, below 1 (got None)"),
+        ("threads_per_replica", "x", "allowed: auto or a whole number, at least 1 (got 'x')"),
+        ("scheduler.max_num_seqs", True, "allowed: a whole number, at least 1 (got True)"),
+        ("http.api_keys", ["a", 3], "allowed: a list of texts (got 3)"),
+        ("http.admin_endpoints", "maybe", "allowed: true or false (got 'maybe')"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_told_what_is_allowed(key: str, value: object, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({}, {key: value})
+    assert str(caught.value).startswith(f"{key}")
+    assert str(caught.value).endswith(sentence)
+
+
+def test_auto_is_what_it_is_by_default() -> None:
+    data = {"threads_per_replica": "auto", "max_model_len": "auto", "scheduler": {"max_num_batched_tokens": "auto"}}
+    assert load(data) == ClusterConfig()
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        load({"scheduler": {"max_num_seqs": "auto"}})
 
 
 def test_several_mistakes_are_told_at_once() -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from cluster import live_knobs
+from cluster.allowed import allowed
 from cluster.cli import main
 from cluster.config import ClusterConfig, load
 from cluster.process_sweep import record_children, running_drivers
@@ -32,7 +34,7 @@ START = load({"scheduler": {"watermark": 0.05}, "http": {"api_keys": ["secret"]}
         ("scheduler.max_num_seq", "did you mean 'scheduler.max_num_seqs'?"),
         ("router.max_queued_requests", "did you mean 'router.max_queued_requests_per_replica'?"),
         ("zzz", "zzz: unknown key; `shoal get` shows all of them"),
-        ("scheduler", "scheduler: unknown key"),
+        ("scheduler", "scheduler: is a section; its keys: scheduler.policy, "),
         ("kv_cache.block_size", "kv_cache.block_size: needs a restart"),
         ("max_model_len", "max_model_len: needs a restart"),
         ("tensor_parallel_size", "needs a restart"),
@@ -164,7 +166,7 @@ def test_a_priority_is_allowed_as_soon_as_the_policy_is() -> None:
 
 
 def test_a_running_driver_is_found_by_what_it_said(tmp_path: Path) -> None:
-    record_children(tmp_path, port=8123, address="127.0.0.1:5", auth_mode=None)
+    record_children({"port": 8123, "address": "127.0.0.1:5", "auth_mode": None}, tmp_path)
     (tmp_path / "old.json").write_text(json.dumps({"driver": [1, -1], "children": []}))
     (tmp_path / "dead.json").write_text(json.dumps({"driver": [1, -1], "children": [], "facts": {"port": 8123}}))
     (tmp_path / "half.json").write_text("{")
@@ -181,26 +183,33 @@ def test_status_says_who_goes_by_another_configuration() -> None:
 # ---- docs/knobs.md ------------------------------------------------------------------------------------------------
 
 
-def rows(root: Path) -> dict[str, tuple[str, str]]:
-    """Key -> (default, live or not), from the tables of docs/knobs.md."""
+def rows(root: Path) -> dict[str, tuple[str, str, str]]:
+    """Key -> (allowed, default, live or not), from the tables of docs/knobs.md."""
     text = (root / "docs" / "knobs.md").read_text()
-    found = re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]+) \| (live|restart) \|$", text, flags=re.MULTILINE)
-    assert len(found) == len({key for key, _, _ in found}), "a knob stands there twice"
-    return {key: (default, live) for key, default, live in found}
+    found = re.findall(r"^\| `([\w.]+)` \|.*\| ([^|]+) \| ([^|]+) \| (live|restart) \|$", text, flags=re.MULTILINE)
+    assert len(found) == len({key for key, *_ in found}), "a knob stands there twice"
+    return {key: (may_be, default, live) for key, may_be, default, live in found}
 
 
-def test_every_knob_is_documented_with_its_default_and_whether_it_is_live(repo_root: Path) -> None:
+def test_every_knob_is_documented_with_what_it_may_be_its_default_and_whether_it_is_live(repo_root: Path) -> None:
     def written(value: object) -> str:
         return "auto" if value is None else json.dumps(value) if isinstance(value, bool | list) else str(value)
 
+    def may_be(key: str) -> str:
+        model: type[BaseModel] = ClusterConfig
+        *sections, name = key.split(".")
+        for section in sections:
+            model = type(getattr(model(), section))
+        return allowed(model, name)
+
     expected = {
-        key: (written(value), "live" if key in live_knobs.LIVE else "restart")
+        key: (may_be(key), written(value).removesuffix(".0"), "live" if key in live_knobs.LIVE else "restart")
         for key, value in live_knobs.flat_values(ClusterConfig())
     }
     told = rows(repo_root)
-    assert {key: (default.partition(" ")[0].strip("`"), live) for key, (default, live) in told.items()} == {
-        key: (default.removesuffix(".0"), live) for key, (default, live) in expected.items()
-    }
+    assert {
+        key: (m, default.partition(" ")[0].strip("`"), live) for key, (m, default, live) in told.items()
+    } == expected
 
 
 def test_metrics_that_the_page_names_exist(repo_root: Path) -> None:

@@ -212,7 +212,7 @@ def test_a_number_that_is_too_large_is_told_the_range(field: str, value: Any) ->
     function = {"logprobs": completion, "top_logprobs": chat}.get(field, chat)
     said = refusal(function, field, **{field: value}).partition("allowed: ")[2]
     least, most = {
-        "priority": ("-9223372036854775808", "9223372036854775807"),
+        "priority": ("-2147483648", "2147483647"),
         "seed": ("-9223372036854775808", "9223372036854775807"),
         "top_k": ("-1", "2147483647"),
     }.get(field, ("0", "20"))

@@ -29,7 +29,7 @@ def write(folder: Path, driver: list[int | None], children: list[list[int | None
 
 def test_children_are_found_and_recorded(tmp_path: Path, child: subprocess.Popen[bytes]) -> None:
     assert child.pid in descendants(os.getpid())
-    record_children(tmp_path)
+    record_children({}, tmp_path)
     (record,) = tmp_path.glob("*.json")
     assert [child.pid, start_time(child.pid)] in json.loads(record.read_text())["children"]
 

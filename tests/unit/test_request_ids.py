@@ -114,3 +114,12 @@ def test_errors_of_other_endpoints_are_logged_with_the_header(caplog: pytest.Log
     edge.backend.refusal = DeadlineExceededError("replica-1 did not answer")
     assert_error(edge.request("POST", "/reset_prefix_cache", headers=MINE), 504)
     assert caplog.messages == ["request mine failed with 504: replica-1 did not answer"]
+
+
+@pytest.mark.parametrize("prompt", ["hello " * 9000, [5] * 9000])
+def test_a_prompt_that_never_fits_is_kept_however_it_is_found(prompt: object) -> None:
+    """Token ids are counted before anything else; a text is only known to be too long when it is tokenized."""
+    edge = Edge()
+    response = edge.request("POST", "/v1/completions", json={"prompt": prompt, "max_tokens": 2}, headers=MINE)
+    assert_error(response, 400)
+    assert whats(only(edge)) == ["arrived", "answered 400"]

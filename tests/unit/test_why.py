@@ -12,7 +12,7 @@ from cluster.why import format_living, format_request
 from replica.messages import Explain, ReplicaId, ReplicaLoad, RequestId, SequenceAccount, WaitCause
 from router.dispatcher import Dispatcher, DispatcherConfig
 from router.findings import all_knobs
-from router.journal import REFUSED, Entry, Event, Journal
+from router.journal import LOST, REFUSED, Entry, Event, Journal
 from router.placement import least_tokens
 from router.replica_view import ReplicaView
 from router.why import explain, living, num_living
@@ -350,3 +350,28 @@ def test_status_has_one_line_a_replica_with_what_matters() -> None:
     assert line == "a up 1/64 0 2 3.2 s 50 % 25 % - 3 10.0 ms 0.50 ms 2.0 %"
     fresh = replica | {"step": 0, "counters": {}}
     assert format_status(status | {"replicas": [fresh]}).splitlines()[-1].split()[-3:] == ["-", "-", "-"]
+
+
+def test_time_without_a_replica_is_told_as_such() -> None:
+    """Two kills: a stranger was told that no queue had room, and nothing of the time at the one that fell silent."""
+    journal = Journal()
+    journal.open(RequestId("r"), 0.0)
+    nobody: dict[str, Any] = {"replicas": [{"replica": A, "not": "silent for 3.2 s"}]}
+    full: dict[str, Any] = {"replicas": [{"replica": A, "queued": 4, "cap": 4}]}
+    for at, what, detail in (
+        (0.0, "placed", full),
+        (3.0, LOST, {}),
+        (3.0, "held", nobody),
+        (5.0, "held", full),
+        (6.0, "placed", full),
+        (6.0, "answered 503", {}),
+    ):
+        journal.note(RequestId("r"), at, what, **detail)
+    journal.end(RequestId("r"), REFUSED)
+    found = explain(journal.of(RequestId("r")), {}, 9.0, 1000.0)
+    assert found is not None
+    assert [(f["seconds"], f["what"]) for f in found["findings"]] == [
+        (3.0, "at a replica that was lost or fell silent"),
+        (2.0, "held by the router: no replica was up"),
+        (1.0, "held by the router: no replica had room in its queue"),
+    ]
