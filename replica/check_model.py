@@ -83,6 +83,8 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
 
     path = folder / "tokenizer.json"
     try:
+        if path.exists() and not path.is_file():
+            raise ModelLoadError(f"{path} is no regular file")
         size = path.stat().st_size
         if size > _MAX_TOKENIZER_BYTES:
             raise ModelLoadError(f"{path} has {size} bytes; at most {_MAX_TOKENIZER_BYTES} are allowed")

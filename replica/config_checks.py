@@ -31,6 +31,15 @@ _MOST: Mapping[str, int] = {
     "vocab_size": 1 << 26,
     "max_position_embeddings": 1 << 31,
 }
+_SWITCHES = (
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "use_sliding_window",
+    "norm_topk_prob",
+    "is_causal",
+    "use_bidirectional_attention",
+)
 #: numbers above 0, at most this
 _POSITIVE: Mapping[str, float] = {"rms_norm_eps": 1.0, "layer_norm_eps": 1.0, "rope_theta": 1e12}
 
@@ -60,6 +69,15 @@ def check_numbers(path: Path, raw: Mapping[str, Any]) -> None:
         is_number = type(value) in (int, float)
         if value is not None and not (is_number and 0 < value <= most_float):
             raise ModelLoadError(f"{path}: {field}={_short(value)} cannot be; allowed are numbers up to {most_float:g}")
+    for field in _SWITCHES:
+        value = raw.get(field)
+        if value is not None and not isinstance(value, bool):
+            raise ModelLoadError(f"{path}: {field}={_short(value)} cannot be; allowed are true and false")
+    window = raw.get("sliding_window")
+    if window is not None and not (type(window) is int and window > 0):
+        raise ModelLoadError(
+            f"{path}: sliding_window={_short(window)} cannot be; allowed are whole numbers from 1, or null"
+        )
     for field in ("architectures",):
         value = raw.get(field)
         if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):

@@ -14,6 +14,8 @@ _MAX_DEPTH = 64
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     """The object in `path`. Raises ModelLoadError for a file that is missing, too large, too deep or something else."""
     try:
+        if path.exists() and not path.is_file():
+            raise ModelLoadError(f"{path} is no regular file")
         size = path.stat().st_size
         if size > max_bytes:
             raise ModelLoadError(f"{path} has {size} bytes; at most {max_bytes} are allowed")

@@ -36,7 +36,7 @@ def weight_files(folder: Path) -> tuple[list[Path], Mapping[str, str]]:
         return [folder / name for name in names], owners
     if single.is_file():
         return [single], {}
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = sorted(path for path in folder.glob("*.safetensors") if path.is_file())  # opening a FIFO waits for ever
     if not paths:
         raise ModelLoadError(_why_none(folder))
     return paths, {}

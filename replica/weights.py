@@ -121,7 +121,9 @@ class WeightReader:
         the last ones end in rows of zeros where the vocabulary does not divide.
         """
         vocab = self.config.vocab_size
-        name = "model.embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"
+        # a head of its own is used even where the configuration ties it: so does transformers, if their values differ
+        is_tied = self.config.tie_word_embeddings and "lm_head.weight" not in self._checkpoint
+        name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
         head = self._read(name, (vocab, self.config.hidden_size), part=self.shard.part(vocab))
         missing = -(-vocab // self.shard.size) - len(head)
         return head if missing <= 0 else torch.cat([head, head.new_zeros(missing, head.shape[1])])

@@ -33,6 +33,8 @@ def parse(raw: Raw) -> DecoderConfig | None:
     if raw.get("quantization_config"):
         method = (raw["quantization_config"] or {}).get("quant_method", "unknown")
         raise ModelLoadError(f"config.json: quantization_config is not supported (quant_method={method!r})")
+    if raw.get("is_causal") is False:
+        raise ModelLoadError("config.json: is_causal=False is not supported: only what looks backwards can be served")
     if raw.get("add_cross_attention") or raw.get("is_encoder_decoder"):
         raise ModelLoadError("config.json: encoder-decoder models are not supported")
     try:
@@ -204,7 +206,7 @@ def _phi3(raw: Raw) -> DecoderConfig:
     head_dim = int(raw["hidden_size"]) // int(raw["num_attention_heads"])
     return _decoder(
         raw,
-        ropes=(parse_rope(raw, head_dim, entry=entry),),
+        ropes=(parse_rope(raw, head_dim, entry=entry, may_be_partial=True),),
         layers=(LayerConfig(window=_window(raw)),) * int(raw["num_hidden_layers"]),
         has_fused_tensors=True,
     )

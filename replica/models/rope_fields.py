@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,9 +42,16 @@ def rope_entry(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse_rope(
-    raw: Mapping[str, Any], head_dim: int, default_theta: float = 10_000.0, entry: Mapping[str, Any] | None = None
+    raw: Mapping[str, Any],
+    head_dim: int,
+    default_theta: float = 10_000.0,
+    entry: Mapping[str, Any] | None = None,
+    may_be_partial: bool = False,
 ) -> RopeConfig:
-    """Of the whole config.json `raw`; `entry` is the part on rotary positions where it is not the usual one."""
+    """Of the whole config.json `raw`; `entry` is the part on rotary positions where it is not the usual one.
+    `may_be_partial`: the family turns a share of each head where `partial_rotary_factor` says so; transformers' classes
+    of the others ignore the field in one rope type and fail in the next.
+    """
     entry = rope_entry(raw) if entry is None else entry
     kind = str(entry.get("rope_type") or entry.get("type") or "default")
     if kind not in _FIELDS:
@@ -59,6 +67,11 @@ def parse_rope(
             raise ModelLoadError(f"config.json: rope type {kind!r} needs the field {field!r}")
     theta = entry.get("rope_theta") or raw.get("rope_theta") or default_theta
     share = entry.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    if float(share) != 1.0 and not may_be_partial:
+        raise ModelLoadError(f"config.json: partial_rotary_factor={share!r} is not supported for this family")
+    for field, value in (("rope_theta", theta), ("factor", entry.get("factor", 1.0))):
+        if value is not None and not (math.isfinite(float(value)) and float(value) > 0):
+            raise ModelLoadError(f"config.json: {field}={value!r} cannot be; allowed are numbers above 0")
     rotary_dim = int(head_dim * float(share))
     parameters = {f: entry[f] for f in (*needed, *optional) if entry.get(f) is not None}
     if kind in ("llama3", "yarn", "longrope"):

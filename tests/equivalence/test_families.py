@@ -49,6 +49,16 @@ def test_each_token_is_hugging_faces_choice(name: str, tiny_folder: FolderOf) ->
     assert len({verdict.num_tokens for verdict in verdicts}) == 1
 
 
+def test_a_head_of_its_own_is_used_though_the_configuration_ties_it(tiny_folder: FolderOf, tmp_path: Path) -> None:
+    """So does transformers, if the values differ."""
+    for path in tiny_folder("llama").iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert raw["tie_word_embeddings"] is False
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "tie_word_embeddings": True}))
+    assert worst_gap(judge(tmp_path)) <= TOLERANCE
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", NAMES)
 def test_our_ways_give_equal_bits(name: str, dtype: Any, tiny_folder: FolderOf) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -111,3 +112,18 @@ def test_code_in_a_folder_is_noticed() -> None:
     assert brings_code({"auto_map": {"AutoModelForCausalLM": "modeling_x.XForCausalLM"}})
     assert not brings_code({"auto_map": {}})
     assert not brings_code({})
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ModelLoadError, match="no regular file"):
+        read_model_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("tie_word_embeddings", "false"), ("attention_bias", "no"), ("sliding_window", 0), ("sliding_window", -1)],
+)
+def test_a_value_is_not_taken_for_what_it_might_mean(tmp_path: Path, field: str, value: object) -> None:
+    with pytest.raises(ModelLoadError, match=f"{field}=.* cannot be; allowed are"):
+        read_model_config(write(tmp_path, {**GOOD, field: value}))
