@@ -256,7 +256,9 @@ def _sentence(item: Mapping[str, Any]) -> str:
         return f"{place}: unknown key{hint}"
     if item["type"] == "model_type":
         return f"{place}: must be a section with the keys {', '.join(_fields_at(item['loc']))} (got {item['input']!r})"
-    sentence = f"{place}: {item['msg'].removeprefix('Value error, ')}"
+    sentence = str(item["msg"]).removeprefix("Value error, ")
+    if place:  # a rule between keys of the top level has none
+        sentence = f"{place}: {sentence}"
     # a rule between keys names what it found; the section as a whole would only bury it
     if isinstance(item["input"], Mapping):
         return sentence

@@ -157,14 +157,14 @@ def _gemma(raw: Raw, **more: Any) -> DecoderConfig:
         norm_offset=1.0,
         attention_scale=float(raw["query_pre_attn_scalar"]) ** -0.5,
         embedding_multiplier=float(raw["hidden_size"]) ** 0.5,
-        logit_softcap=_cap(raw, "final_logit_softcapping"),
-        **_biased(raw),
-        **more,
+        **{"logit_softcap": _cap(raw, "final_logit_softcapping"), **_biased(raw), **more},
     )
 
 
-def _cap(raw: Raw, field: str) -> float | None:
-    return float(raw[field]) if raw.get(field) is not None else None
+def _cap(raw: Raw, field: str, otherwise: float | None = None) -> float | None:
+    """null is no cap; `otherwise` is what transformers' class of the family takes where the field is missing."""
+    cap = raw.get(field, otherwise)
+    return None if cap is None else float(cap)
 
 
 def _gemma2(raw: Raw) -> DecoderConfig:
@@ -172,7 +172,8 @@ def _gemma2(raw: Raw) -> DecoderConfig:
     return _gemma(
         raw,
         layers=_windowed(is_windowed, raw.get("sliding_window")),
-        attention_softcap=_cap(raw, "attn_logit_softcapping"),
+        attention_softcap=_cap(raw, "attn_logit_softcapping", 50.0),
+        logit_softcap=_cap(raw, "final_logit_softcapping", 30.0),
     )
 
 

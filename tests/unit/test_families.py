@@ -155,3 +155,12 @@ def test_what_would_change_the_result_is_refused(architecture: str, fields: dict
     with pytest.raises(ModelLoadError, match=sentence) as caught:
         parse(raw(architecture, **fields))
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_gemma_2_has_caps_unless_they_are_null() -> None:
+    """As transformers' Gemma2Config."""
+    gemma = parsed("Gemma2ForCausalLM", sliding_window=8, query_pre_attn_scalar=16)
+    assert (gemma.attention_softcap, gemma.logit_softcap) == (50.0, 30.0)
+    caps: dict[str, Any] = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    bare = parsed("Gemma2ForCausalLM", sliding_window=8, query_pre_attn_scalar=16, **caps)
+    assert (bare.attention_softcap, bare.logit_softcap) == (None, None)
