@@ -17,6 +17,7 @@ import torch
 from replica.checkpoint import Checkpoint
 from replica.config_checks import brings_code, read_model_config
 from replica.errors import ModelLoadError, ShoalError
+from replica.json_file import check_file
 from replica.models.decoder import read_config
 from replica.models.decoder_config import DecoderConfig
 from replica.shard import check_divides
@@ -82,17 +83,9 @@ def check_tokenizer(folder: Path, vocab_size: int) -> None:
     import tokenizers
 
     path = folder / "tokenizer.json"
+    check_file(path, _MAX_TOKENIZER_BYTES)
     try:
-        if path.exists() and not path.is_file():
-            raise ModelLoadError(f"{path} is no regular file")
-        size = path.stat().st_size
-        if size > _MAX_TOKENIZER_BYTES:
-            raise ModelLoadError(f"{path} has {size} bytes; at most {_MAX_TOKENIZER_BYTES} are allowed")
         backend = tokenizers.Tokenizer.from_file(str(path))
-    except OSError as error:
-        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
-    except ModelLoadError:
-        raise
     except Exception as error:  # the library raises a bare Exception
         raise ModelLoadError(f"{path} cannot be read as a tokenizer: {str(error)[:200]}") from error
     most = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)

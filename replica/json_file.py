@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,8 @@ _MAX_DEPTH = 64
 
 def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     """The object in `path`. Raises ModelLoadError for a file that is missing, too large, too deep or something else."""
+    check_file(path, max_bytes)
     try:
-        if path.exists() and not path.is_file():
-            raise ModelLoadError(f"{path} is no regular file")
-        size = path.stat().st_size
-        if size > max_bytes:
-            raise ModelLoadError(f"{path} has {size} bytes; at most {max_bytes} are allowed")
         value = json.loads(path.read_bytes())
     except RecursionError:
         raise ModelLoadError(f"{path} is nested too deep") from None
@@ -31,6 +28,20 @@ def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
     if _depth(value) > _MAX_DEPTH:
         raise ModelLoadError(f"{path} is nested too deep; at most {_MAX_DEPTH} levels are allowed")
     return value
+
+
+def check_file(path: Path, max_bytes: int) -> None:
+    """Before it is opened: a FIFO would be waited for. Raises ModelLoadError for a file that is missing, too large or
+    something else.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise ModelLoadError(f"{path} is no regular file")
+    if found.st_size > max_bytes:
+        raise ModelLoadError(f"{path} has {found.st_size} bytes; at most {max_bytes} are allowed")
 
 
 def _depth(value: Any) -> int:
