@@ -6,7 +6,9 @@ with the same weights that we serve, as a Hugging Face folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -83,9 +85,17 @@ class Server:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A loopback port to listen on, soon, in another process.
+
+    Below those that the kernel hands out (32768 and above on Linux) and above those of Ray's workers (10002 to 19999):
+    a port from `bind(0)` is free now, but a server needs seconds to get there, and until then any of the hundred
+    connections of a starting Ray may be given it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def shoal(log_dir: Path, *args: str) -> Server:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 import threading
 import time
@@ -118,6 +120,11 @@ def watched_health(api: ApiUnderTest) -> Iterator[list[float]]:
 
 
 def resident_mib() -> float:
-    """Memory of this process, which holds router, replica and client, in MiB."""
+    """Memory in use of this process, which holds router, replica and client, in MiB.
+
+    What is free goes back to the kernel first: how much of it an allocator keeps depends on the tests before.
+    """
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * resource.getpagesize() / (1 << 20)

@@ -56,6 +56,8 @@ class ShoalProcess:
             if "ready after" in line:
                 break
         else:
+            self.process.wait(timeout=60)
+            self.process.stderr.close()
             raise AssertionError("shoal serve ended before it was ready:\n" + "".join(self.lines))
         self._reader = threading.Thread(target=lambda: self.lines.extend(self.process.stderr or ()), daemon=True)
         self._reader.start()

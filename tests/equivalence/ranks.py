@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.servers import free_port
 from replica.collective import GroupCollective
 from replica.config import EngineConfig
 from replica.model_runner import TorchModelRunner
@@ -50,9 +50,7 @@ class Together:
 def run_on_ranks(size: int, config: EngineConfig, folders: Sequence[Path], work: Work) -> list[list[Any]]:
     """For each folder: what `work(rank 0's runner)` returned, and then each rank's (bytes of weights, of the pool)."""
     context = multiprocessing.get_context("spawn")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     ends: list[Connection] = []
     processes: list[BaseProcess] = []
     for rank in range(size):
