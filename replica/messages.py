@@ -3,8 +3,8 @@
 All of it is frozen plain data. `msgspec` is both the type and the wire format (MessagePack): one
 definition, no second schema to drift, no pickle from the network, and about 1 us per message.
 
-Down the stream go `Submit`, `Abort` and questions; up come `SubmitReply`, `StepOutput` (one per engine step and
-router, carrying every sequence of that router and the replica's load) and `Draining`.
+Down the stream go `Submit`, `Abort`, `Ask` and questions; up come `SubmitReply`, `StepOutput` (one per engine step and
+router, carrying every sequence of that router and the replica's load), `Grant` and `Draining`.
 """
 
 from __future__ import annotations
@@ -239,6 +239,8 @@ class ReplicaLoad(WireRecord, frozen=True):
     last_queued: tuple[int, float] | None = None
     #: False while it mends itself: alive, but nothing can be placed there
     is_ready: bool = True
+    #: places in the queue that are reserved for requests which routers hold
+    num_permits: int = 0
 
 
 class TokenLogprobs(WireRecord, frozen=True):
@@ -285,11 +287,45 @@ class KVEvent(WireRecord, frozen=True):
     cleared: bool = False
 
 
+class Permit(WireRecord, frozen=True):
+    """For as many places as a request has sequences: with them the router has parted with `used` of its term."""
+
+    term: int
+    used: int
+
+
+class Wish(WireRecord, frozen=True):
+    """A request that a router holds: it needs so many places at once. Smaller (`turn`, `value`) comes first."""
+
+    num_sequences: int
+    turn: float
+    value: float
+
+
 class Submit(msgspec.Struct, frozen=True, tag="submit", gc=False):
     """Router to replica: take this request. `epoch` numbers the attempts of one request."""
 
     request: GenerateRequest
     epoch: int = 0
+    permit: Permit | None = None
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask", gc=False):
+    """Router to replica: of the permits of `term` the router has parted with `used`, and these requests wait for
+    places, in place of what the ask before said (`replica/permits.py`).
+    """
+
+    number: int
+    term: int
+    used: int
+    wishes: list[Wish] = []
+
+
+class Grant(msgspec.Struct, frozen=True, tag="grant", gc=False):
+    """Replica to router: places are reserved, `granted` in all since `term` began."""
+
+    term: int
+    granted: int
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", gc=False):
@@ -362,8 +398,8 @@ class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):
     deadline_s: float
 
 
-DownMessage = Submit | Abort | ResetPrefixCache | Explain
-UpMessage = SubmitReply | StepOutput | Draining | ResetDone | Explained
+DownMessage = Submit | Abort | Ask | ResetPrefixCache | Explain
+UpMessage = SubmitReply | StepOutput | Grant | Draining | ResetDone | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(DownMessage)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from heapq import merge
 
 from replica.admission import Refused
-from replica.messages import GenerateRequest, RefusalReason
-from replica.order import OrderPolicy, Standing, outranks
+from replica.messages import GenerateRequest, RefusalReason, Wish
+from replica.order import OrderPolicy, QueueKey, Standing, outranks
 from replica.request_book import RequestBook, key_of
 from replica.sequence import Sequence
 from replica.waiting_queue import WaitingQueue
@@ -38,17 +38,25 @@ class Shedding:
     def num_queued(self) -> int:
         return sum(queue.num_fresh for queue in self._queues)
 
-    def make_room(self, request: GenerateRequest, seq_id: int) -> list[Sequence]:
-        """Sequences to end so that `request` may be queued. Raises Refused. Its first sequence would be `seq_id`."""
+    def make_room(
+        self, request: GenerateRequest, seq_id: int, num_permits: int, first_wish: Wish | None
+    ) -> list[Sequence]:
+        """Sequences to end so that `request` may be queued. Raises Refused. Its first sequence would be `seq_id`.
+
+        `num_permits`: places that are reserved for others. `first_wish`: who waits for a place and comes first, unless
+        `request` has a permit.
+        """
         # before anything is hashed, so as if nothing of it were cached; of its sequences the least urgent counts
         work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
         newcomer = (request.order_key[1], self._policy.key(request.order_key, work, seq_id))
         num_sequences, num_tokens = len(request.sequences), request.num_prompt_tokens
-        num_queued = self.num_queued
+        num_taken = self.num_queued + num_permits
         # above the cap (it was lowered) places are taken over one for one: the newcomer need not bring it down again
-        surplus = num_sequences - max(0, self._cap - num_queued)
+        surplus = num_sequences - max(0, self._cap - num_taken)
         num_queued_tokens = sum(queue.num_tokens for queue in self._queues)
         shed: list[Sequence] = []
+        if surplus <= 0 and first_wish is not None and self._is_behind(newcomer[1], first_wish):
+            raise Refused(RefusalReason.QUEUE_FULL, "the free places in the queue are for requests that come before it")
         if surplus <= 0 and not self._is_too_much(num_queued_tokens, num_tokens):
             return shed
         for siblings in self._from_the_end(newcomer):
@@ -62,7 +70,7 @@ class Shedding:
         if surplus > 0:
             raise Refused(
                 RefusalReason.QUEUE_FULL,
-                f"{num_queued} of {self._cap} places in the queue are taken, {num_sequences} wanted",
+                f"{num_taken} of {self._cap} places in the queue are taken, {num_sequences} wanted",
             )
         if self._is_too_much(num_queued_tokens, num_tokens):
             raise Refused(
@@ -71,6 +79,10 @@ class Shedding:
                 f"more than {self._max_tokens}",
             )
         return shed
+
+    def _is_behind(self, key: QueueKey, wish: Wish) -> bool:
+        """Routers do not know the work, so what they sort by under a policy that does is the arrival."""
+        return (wish.turn, wish.value) <= (key[0], key[2] if self._policy.needs_work else key[1])
 
     def _is_too_much(self, num_queued_tokens: int, num_tokens: int) -> bool:
         return 0 < self._max_tokens < num_queued_tokens + num_tokens and num_queued_tokens > 0

@@ -13,15 +13,18 @@ time.
 
 from __future__ import annotations
 
-from replica.messages import FINAL_REFUSALS, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from replica.messages import FINAL_REFUSALS, Ask, Grant, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.eligibility import Eligibility
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
 from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.placement import Policy
-from router.refusals import Ask
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.tracked import HeldRequests, State, Tracked
+
+#: a replica is told of so many held requests at once: as many as may be let in between two messages of it
+_MAX_WISHES = 8
 
 
 class Dispatcher:
@@ -33,6 +36,7 @@ class Dispatcher:
         self.views: dict[ReplicaId, ReplicaView] = {}
         self._requests: dict[RequestId, Tracked] = {}
         self._held = HeldRequests(config.priority_ageing_s)
+        self._eligibility = Eligibility(self._held)
         #: what was decided, for `shoal why`; nothing is decided by it
         self.journal = Journal()
 
@@ -68,7 +72,7 @@ class Dispatcher:
             return False
         return not any(
             view.is_placeable(now)
-            and (view.has_room_for(num_sequences) or self._may_displace(order_key, num_sequences, view))
+            and (view.has_room_for(num_sequences) or self._eligibility.may_displace(order_key, num_sequences, view))
             for view in self.views.values()
         )
 
@@ -147,8 +151,7 @@ class Dispatcher:
         if refusal is RefusalReason.DRAINING:
             view.is_draining = True
         request.was_shed |= refusal is RefusalReason.SHED
-        request.tried[replica_id] = view.num_news
-        view.refusals.refused(self._ask(request), refusal)
+        self._eligibility.refused(request, view, refusal)
         # who has begun somewhere has time to find another place, also if this one closed its door just now
         wait_s = self._config.resume_wait_s if request.is_returning else None
         # those behind it waited for this answer
@@ -196,6 +199,26 @@ class Dispatcher:
             return []
         request.tried[request.replica_id] = self.views[request.replica_id].num_news
         return self._lose(request, now)
+
+    def on_grant(self, replica_id: ReplicaId, grant: Grant, now: float) -> list[Instruction]:
+        """A replica reserved places for who is held here."""
+        view = self.views.get(replica_id)
+        if view is None:
+            return []
+        view.permits.hear(grant)
+        return self._offer(view, now)
+
+    def asks(self, now: float) -> list[tuple[ReplicaId, Ask]]:
+        """What to tell replicas of permits and of who is held: take it after each batch of instructions."""
+        open_views = [view for view in self.views.values() if view.is_placeable(now)]
+        waiting = self._held.first_fresh(_MAX_WISHES) if open_views else []
+        asks = []
+        for view in open_views:
+            if waiting or view.permits.num_available:
+                wishes = [self._held.wish(r) for r in waiting if self._eligibility.may_wish(r, view)]
+                if (ask := view.permits.next_ask(wishes, view.num_news, now)) is not None:
+                    asks.append((view.replica_id, ask))
+        return asks
 
     # ---- who is there ----
 
@@ -262,7 +285,7 @@ class Dispatcher:
     def _place_or_hold(self, request: Tracked, now: float, wait_s: float | None = None) -> list[Instruction]:
         if request.is_overdue(now):
             return self._give_up(request, now)
-        view = self._choose(request, now)
+        view = self._eligibility.choose(request, self.views.values(), self._policy, now)
         if view is not None:
             return [self._send(request, view, now)]
         instructions: list[Instruction] = []
@@ -281,40 +304,6 @@ class Dispatcher:
             instructions += self._give_up(request, now)
         return instructions
 
-    def _may_displace(self, order_key: OrderKey, num_sequences: int, view: ReplicaView) -> bool:
-        """Believed: a full queue has somebody whose place it may take. The replica decides."""
-        last = view.load.last_queued
-        return last is not None and num_sequences <= view.load.queue_cap and self._held.outranks(order_key, *last)
-
-    def _choose(self, request: Tracked, now: float) -> ReplicaView | None:
-        candidates = [view for view in self.views.values() if view.is_placeable(now) and self._may_send(request, view)]
-        if not request.is_returning:  # nobody is pushed out while there is room elsewhere
-            candidates = [view for view in candidates if view.has_room_for(request.num_sequences)] or candidates
-        return self._policy(candidates) if candidates else None
-
-    def _may_send(self, request: Tracked, view: ReplicaView) -> bool:
-        if request.tried.get(view.replica_id) == view.num_news:
-            return False
-        if request.is_returning:
-            return True
-        ask, window = self._ask(request), view.refusals.window
-        if view.refusals.is_shed(ask):
-            return False
-        if not view.has_room_for(request.num_sequences):
-            # one at a time: whoever is let in takes the place that the next one counts on
-            window = 1
-            if view.refusals.is_full_for(ask) or not self._may_displace(request.order_key, request.num_sequences, view):
-                return False
-        return window is None or view.unanswered_sequences < window or self._is_alone(request)
-
-    def _is_alone(self, request: Tracked) -> bool:
-        """Nobody else is held. Who comes then is tried at once, for there may be no time to hold it at all."""
-        return len(self._held) == (request in self._held)
-
-    def _ask(self, request: Tracked) -> Ask:
-        value = self._held.value(request.order_key)
-        return Ask(request.num_sequences, request.num_tokens, request.priority, value)
-
     def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
         """A replica has news: it takes held requests, the most urgent first, while it has room or they may push."""
         instructions: list[Instruction] = []
@@ -327,7 +316,7 @@ class Dispatcher:
                 is_behind = last is None or self._held.value(request.order_key) >= last[1]
                 if is_behind or view.unanswered_sequences > 0:
                     break  # and so are all that follow; the answer on its way brings them back here
-            if self._may_send(request, view):
+            if self._eligibility.may_send(request, view):
                 instructions.append(self._send(request, view, now))
         return instructions
 
@@ -358,8 +347,9 @@ class Dispatcher:
         request.state = State.SENT
         request.replica_id = view.replica_id
         request.epoch += 1
+        permit = None if request.is_returning else view.permits.spend(request.num_sequences)
         view.sent(request.num_sequences, request.num_tokens)
-        return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning)
+        return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning, permit)
 
     def _answered(self, request: Tracked) -> None:
         view = self.views.get(request.replica_id) if request.replica_id is not None else None

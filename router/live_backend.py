@@ -15,6 +15,7 @@ from replica.messages import (
     Explained,
     FinishReason,
     GenerateRequest,
+    Grant,
     ReplicaId,
     RequestId,
     ResetDone,
@@ -225,6 +226,8 @@ class LiveBackend:
                 self._carry_out(
                     self.dispatcher.on_reply(message.request_id, message.epoch, message.refusal, message.message, now)
                 )
+            case Grant():
+                self._carry_out(self.dispatcher.on_grant(replica_id, message, now))
             case Draining():
                 self.dispatcher.on_draining(replica_id)
             case ResetDone(reset_id=reset_id):
@@ -326,13 +329,15 @@ class LiveBackend:
                 self._carry_out_one(instruction)
             except Exception as error:
                 self._end_broken(instruction.request_id, error)
+        for replica_id, ask in self.dispatcher.asks(self._clock()):
+            self._clients[replica_id].send(ask)
         self._set_timer()
 
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
             case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
                 request = self._streams[request_id].to_submit(instruction.is_returning)
-                self._clients[replica_id].send(Submit(request, epoch))
+                self._clients[replica_id].send(Submit(request, epoch, instruction.permit))
             case SendAbort(request_id=request_id, replica_id=replica_id):
                 if replica_id in self._clients:
                     self._clients[replica_id].send(Abort(request_id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from replica.messages import ReplicaId, ReplicaLoad
+from router.permit_stock import PermitStock
 from router.refusals import Refusals
 
 #: replicas report at least once a second; three missed reports and nothing new is placed there
@@ -24,6 +25,7 @@ class ReplicaView:
         "load_at",
         "num_news",
         "num_placed",
+        "permits",
         "refusals",
         "replica_id",
         "unanswered_sequences",
@@ -42,6 +44,7 @@ class ReplicaView:
         self.num_news = 0
         #: requests this router ever sent there; breaks ties
         self.num_placed = 0
+        self.permits = PermitStock()
         self.refusals = Refusals()
         self.unanswered_sequences = 0
         self.unanswered_tokens = 0
@@ -67,8 +70,10 @@ class ReplicaView:
         return self.load.num_uncomputed_tokens + self.load.num_context_tokens + self.unanswered_tokens
 
     def has_room_for(self, num_sequences: int) -> bool:
-        """Believed: the queue takes `num_sequences` more."""
-        return self.load.num_queued + self.unanswered_sequences + num_sequences <= self.load.queue_cap
+        """Places are reserved for us, or believed: the queue takes `num_sequences` more."""
+        load = self.load
+        num_taken = load.num_queued + load.num_permits + self.unanswered_sequences
+        return self.permits.num_available >= num_sequences or num_taken + num_sequences <= load.queue_cap
 
     def describe(self, description: str, now: float) -> dict[str, object]:
         """For `shoal status`; `description` is what the replica told Serve of itself."""
@@ -79,6 +84,7 @@ class ReplicaView:
             "description": description,
             "state": self._state(now),
             "queued": load.num_queued,
+            "permits": load.num_permits,
             "queue_cap": load.queue_cap,
             "returning": load.num_returning,
             "running": load.num_running,

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from operator import attrgetter
 
-from replica.messages import OrderKey, ReplicaId, RequestId, aged_priority
+from replica.messages import OrderKey, ReplicaId, RequestId, Wish, aged_priority
 
 
 class State(enum.Enum):
@@ -116,6 +116,15 @@ class HeldRequests:
     def __contains__(self, request: Tracked) -> bool:
         position = bisect_left(self._sorted, request.held_key, key=_held_key)
         return position < len(self._sorted) and self._sorted[position] is request
+
+    def first_fresh(self, limit: int) -> list[Tracked]:
+        """Of those that no replica has begun, the first in order."""
+        start = bisect_left(self._sorted, (True,), key=_held_key)
+        return self._sorted[start : start + limit]
+
+    def wish(self, request: Tracked) -> Wish:
+        """How its place in the order is told to replicas."""
+        return Wish(request.num_sequences, request.order_key[0], self.value(request.order_key))
 
     def weaker_than(self, order_key: OrderKey) -> Tracked | None:
         """The last one in order that a request with this key outranks. A look at the very last is not enough: it may be
