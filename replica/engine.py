@@ -333,7 +333,7 @@ class Engine:
         """Tell of requests that were shed or overdue, and come back when the next one is: also in the middle of a long
         step, and while nothing can run. And tell who may have a place that is free now.
         """
-        for router_id, grant in self.core.deal(self._clock()).items():
+        for router_id, grant in self.core.deal(self._clock()):
             self._links[router_id].send(grant)
         if ended := self.core.take_ended():
             self._publish(ended)

@@ -94,7 +94,7 @@ class EngineCore:
         place (`take_ended`). A permit is worth the places that were reserved for it, if they still are.
         """
         refusal, message = None, ""
-        has_places = self._gate.redeem(router_id, permit, len(request.sequences))
+        has_places = self._gate.redeem(router_id, request, permit)
         try:
             packed = self._admission.check(request, (router_id, request.request_id) in self._requests, now)
             shed = [] if request.is_returning else self._gate.make_room(request, self._next_seq_id, has_places)
@@ -110,11 +110,14 @@ class EngineCore:
         """A router gives back permits, and says who waits there: `deal` answers."""
         self._gate.ask(router_id, ask)
 
-    def deal(self, now: float) -> dict[RouterId, Grant]:
+    def deal(self, now: float) -> list[tuple[RouterId, Grant]]:
         """Reserve what is free for requests that routers hold: call it when anything may have changed, and once a
-        second, since leases end by themselves.
+        second, since leases end by themselves. Between tenants it may cost others their place (`take_ended`).
         """
-        return self._gate.deal(self._admission.is_ready and not self._admission.is_draining, now)
+        is_open = self._admission.is_ready and not self._admission.is_draining
+        while is_open and (leaving := self._gate.make_way()):
+            self._end_queued(leaving, FinishReason.SHED, "the request made way for one of another tenant", now)
+        return self._gate.deal(is_open, now)
 
     def configure(self, scheduler: SchedulerConfig, admission: AdmissionConfig) -> None:
         """Other rules from now on; both are resolved. Safe at any time, also while the runner works on a step.
@@ -368,6 +371,8 @@ class EngineCore:
                 max_total_tokens=min(self._admission.max_tokens, len(item.prompt_token_ids) + item.sampling.max_tokens),
                 now=now,
                 is_returning=request.is_returning,
+                tenant=request.tenant,
+                tenant_weight=request.tenant_weight,
             )
             sequence.block_hashes = hashes.copy()
             self._next_seq_id += 1

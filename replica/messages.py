@@ -197,6 +197,9 @@ class GenerateRequest(WireRecord, frozen=True):
     deadline_s: float | None = None
     #: resumed or moved in: it was accepted before, so no cap applies to any of its sequences
     is_returning: bool = False
+    #: whose share of the service it takes, and how large that share is beside others'
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -295,10 +298,9 @@ class Permit(WireRecord, frozen=True):
 
 
 class Wish(WireRecord, frozen=True):
-    """A request that a router holds: it needs so many places at once. Smaller (`turn`, `value`) comes first."""
+    """A request that a router holds: it needs so many places at once. The smaller `value` comes first."""
 
     num_sequences: int
-    turn: float
     value: float
 
 
@@ -311,21 +313,24 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", gc=False):
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask", gc=False):
-    """Router to replica: of the permits of `term` the router has parted with `used`, and these requests wait for
-    places, in place of what the ask before said (`replica/permits.py`).
+    """Router to replica, of one tenant: of the permits of `term` the router has parted with `used`, and these requests
+    wait for places, in place of what the ask before said (`replica/permits.py`).
     """
 
     number: int
     term: int
     used: int
     wishes: list[Wish] = []
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 class Grant(msgspec.Struct, frozen=True, tag="grant", gc=False):
-    """Replica to router: places are reserved, `granted` in all since `term` began."""
+    """Replica to router: places are reserved for a tenant, `granted` in all since `term` began."""
 
     term: int
     granted: int
+    tenant: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", gc=False):

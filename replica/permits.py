@@ -7,6 +7,8 @@
 
 While there is room nobody needs a permit: a submission is its own question, and costs no more than an ask would.
 
+A permit is for one tenant: the place was taken from others for it (`replica/places.py`).
+
 Permits are counted as totals of a term, never as differences, so a message that comes twice, late or not at all makes
 no permit out of nothing: outstanding is what was granted in the term minus what the router has parted with in it. Of a
 router that is not heard for a lease, the term ends: what is outstanding comes back here, and whatever it still spends
@@ -15,20 +17,24 @@ of that term is worth nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from typing import NamedTuple
 
 from replica.messages import Ask, Grant, Permit, RouterId, Wish
+from replica.places import Places
 
 #: a router spends or gives back what it gets within a round trip; one that was frozen keeps places from others so long
 LEASE_S = 2.0
 
 
 class _Holder:
-    """What one router has and wants."""
+    """What one router has and wants for one tenant."""
 
-    __slots__ = ("ask_number", "granted", "lease_until", "term", "used", "wishes")
+    __slots__ = ("ask_number", "granted", "lease_until", "tenant", "term", "used", "weight", "wishes")
 
-    def __init__(self, term: int) -> None:
+    def __init__(self, tenant: str, term: int) -> None:
+        self.tenant = tenant
+        self.weight = 1.0
         self.term = term
         self.granted = self.used = 0
         self.ask_number = -1
@@ -40,12 +46,21 @@ class _Holder:
         return self.granted - self.used
 
 
+class First(NamedTuple):
+    """Whose turn it is among those who wait."""
+
+    router_id: RouterId
+    wish: Wish
+    tenant: str
+    weight: float
+
+
 class PermitDesk:
     """Of one replica. Places are counted in sequences; how many are free it is told."""
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self._lease_s = lease_s
-        self._holders: dict[RouterId, _Holder] = {}
+        self._holders: dict[tuple[RouterId, str], _Holder] = {}
         self._last_term = 0
 
     @property
@@ -54,69 +69,86 @@ class PermitDesk:
         return sum(holder.outstanding for holder in self._holders.values())
 
     @property
-    def first_wish(self) -> Wish | None:
-        """Whoever has no permit may not pass it."""
-        return min((h.wishes[0] for h in self._holders.values() if h.wishes), key=_turn, default=None)
+    def has_holders(self) -> bool:
+        """Some router has asked since it connected."""
+        return bool(self._holders)
+
+    @property
+    def has_wishes(self) -> bool:
+        """Somebody waits."""
+        return any(holder.wishes for holder in self._holders.values())
+
+    def first(self, places: Places, cap: int) -> First | None:
+        """Whose turn it is: nobody without a permit may pass it. A wish beyond the cap, which was lowered, holds nobody
+        up: who submits it is told.
+        """
+        firsts = [
+            First(router_id, wish, holder.tenant, holder.weight)
+            for (router_id, _), holder in self._holders.items()
+            if (wish := next((w for w in holder.wishes if w.num_sequences <= cap), None)) is not None
+        ]
+        if len(firsts) < 2:
+            return firsts[0] if firsts else None
+        return min(firsts, key=lambda first: (places.share(first.tenant, first.weight), first.wish.value))
 
     def ask(self, router_id: RouterId, ask: Ask) -> None:
         """A router says what it has parted with, and what it wants from now on; an ask that was overtaken by a later
         one wants nothing.
         """
-        holder = self._holders.get(router_id)
+        key = (router_id, ask.tenant)
+        holder = self._holders.get(key)
         if holder is None:
-            holder = self._holders[router_id] = _Holder(self._next_term())
+            holder = self._holders[key] = _Holder(ask.tenant, self._next_term())
         self._settle(holder, ask.term, ask.used)
         if ask.number > holder.ask_number:
             holder.ask_number = ask.number
-            holder.wishes = sorted(ask.wishes, key=_turn)
+            holder.weight = ask.tenant_weight
+            holder.wishes = sorted(ask.wishes, key=lambda wish: wish.value)
 
-    def redeem(self, router_id: RouterId, permit: Permit | None, num_sequences: int) -> int:
+    def redeem(self, router_id: RouterId, tenant: str, permit: Permit | None, num_sequences: int) -> int:
         """A submission came. For how many of its sequences places were reserved; they are not any more."""
-        holder = self._holders.get(router_id)
+        holder = self._holders.get((router_id, tenant))
         if permit is None or holder is None:
             return 0
         return min(num_sequences, self._settle(holder, permit.term, permit.used))
 
-    def deal(self, num_free: int, cap: int, now: float) -> dict[RouterId, Grant]:
-        """Reserve what is free (`num_free`: places neither taken nor, as far as that matters here, reserved) for those
-        who wait, in their order. Whole requests only: two halves of a request in two routers would wait for each other.
+    def deal(self, num_free: int, cap: int, places: Places, now: float) -> list[tuple[RouterId, Grant]]:
+        """Reserve what is free (`num_free`: places that are not taken) for those who wait, in their order. Whole
+        requests only: two halves of a request in two routers would wait for each other.
         """
-        granted: dict[RouterId, Grant] = {}
-        if not self._holders:
-            return granted
+        granted: dict[tuple[RouterId, str], Grant] = {}
         self._end_leases(now)
         left = num_free - self.num_outstanding
-        for router_id, holder in self._by_turn():
-            while holder.wishes and holder.wishes[0].num_sequences > cap:
-                holder.wishes.pop(0)  # the cap was lowered: the router is told so when it submits
-            if not holder.wishes:
-                continue
-            wish = holder.wishes[0]
-            if wish.num_sequences > left:
-                break
-            holder.wishes.pop(0)
-            left -= wish.num_sequences
-            holder.granted += wish.num_sequences
+        places = places.copy()
+        while left > 0 and (first := self.first(places, cap)) is not None and first.wish.num_sequences <= left:
+            key = (first.router_id, first.tenant)
+            holder, num_sequences = self._holders[key], first.wish.num_sequences
+            holder.wishes.remove(first.wish)
+            left -= num_sequences
+            places.take(first.tenant, num_sequences)
+            holder.granted += num_sequences
             holder.lease_until = now + self._lease_s
-            granted[router_id] = Grant(holder.term, holder.granted)
-        return granted
+            granted[key] = Grant(holder.term, holder.granted, holder.tenant)
+        return [(router_id, grant) for (router_id, _), grant in granted.items()]
+
+    def reserved(self) -> Counter[str]:
+        """Places that are reserved, by tenant."""
+        counts: Counter[str] = Counter()
+        for holder in self._holders.values():
+            counts[holder.tenant] += holder.outstanding
+        return counts
 
     def forget(self, router_id: RouterId) -> None:
         """Its stream is gone, and with it what it held."""
-        self._holders.pop(router_id, None)
+        for key in [key for key in self._holders if key[0] == router_id]:
+            del self._holders[key]
 
     def validate(self) -> None:
         """Raises AssertionError if a router has parted with more than it was given."""
-        for router_id, holder in self._holders.items():
-            assert 0 <= holder.used <= holder.granted, f"{router_id}: {holder.used} of {holder.granted} permits used"
-            assert holder.wishes == sorted(holder.wishes, key=_turn), f"{router_id}: wishes are out of order"
+        for key, holder in self._holders.items():
+            assert 0 <= holder.used <= holder.granted, f"{key}: {holder.used} of {holder.granted} permits used"
 
     # ---- inside ----
-
-    def _by_turn(self) -> Iterator[tuple[RouterId, _Holder]]:
-        """Again and again whoever has the first wish, until nobody has one."""
-        while waiting := [item for item in self._holders.items() if item[1].wishes]:
-            yield min(waiting, key=lambda item: _turn(item[1].wishes[0]))
 
     def _settle(self, holder: _Holder, term: int, used: int) -> int:
         """What the router has parted with since it was last heard; more than it was given is not believed."""
@@ -136,7 +168,3 @@ class PermitDesk:
     def _next_term(self) -> int:
         self._last_term += 1
         return self._last_term
-
-
-def _turn(wish: Wish) -> tuple[float, float]:
-    return (wish.turn, wish.value)

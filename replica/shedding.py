@@ -10,12 +10,15 @@ on tokens by itself is taken while nobody else is queued: else it would be refus
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
 
 from replica.admission import Refused
-from replica.messages import GenerateRequest, RefusalReason, Wish
+from replica.messages import GenerateRequest, RefusalReason
 from replica.order import OrderPolicy, QueueKey, Standing, outranks
+from replica.permits import First
+from replica.places import Places
 from replica.request_book import RequestBook, key_of
 from replica.sequence import Sequence
 from replica.waiting_queue import WaitingQueue
@@ -39,12 +42,12 @@ class Shedding:
         return sum(queue.num_fresh for queue in self._queues)
 
     def make_room(
-        self, request: GenerateRequest, seq_id: int, num_permits: int, first_wish: Wish | None
+        self, request: GenerateRequest, seq_id: int, num_permits: int, first: First | None, places: Places | None
     ) -> list[Sequence]:
         """Sequences to end so that `request` may be queued. Raises Refused. Its first sequence would be `seq_id`.
 
-        `num_permits`: places that are reserved for others. `first_wish`: who waits for a place and comes first, unless
-        `request` has a permit.
+        `num_permits`: places that are reserved for others. `first`: who waits for a place and comes first, unless
+        `request` has a permit; `places`: who has how many.
         """
         # before anything is hashed, so as if nothing of it were cached; of its sequences the least urgent counts
         work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
@@ -55,7 +58,7 @@ class Shedding:
         surplus = num_sequences - max(0, self._cap - num_taken)
         num_queued_tokens = sum(queue.num_tokens for queue in self._queues)
         shed: list[Sequence] = []
-        if surplus <= 0 and first_wish is not None and self._is_behind(newcomer[1], first_wish):
+        if surplus <= 0 and first is not None and self._is_behind(request, newcomer[1], first, places):
             raise Refused(RefusalReason.QUEUE_FULL, "the free places in the queue are for requests that come before it")
         if surplus <= 0 and not self._is_too_much(num_queued_tokens, num_tokens):
             return shed
@@ -80,9 +83,35 @@ class Shedding:
             )
         return shed
 
-    def _is_behind(self, key: QueueKey, wish: Wish) -> bool:
+    def num_queued_by_tenant(self) -> Counter[str]:
+        """Sequences that wait, returning ones that are blocked included: those are few."""
+        counts: Counter[str] = Counter()
+        for queue in self._queues:
+            counts.update(queue.tenants)
+        return counts
+
+    def make_way(self, first: First, places: Places) -> list[Sequence]:
+        """The last request of the tenant that has the most places for its weight, if it has as many still as `first`
+        would have; else nobody.
+        """
+        most = places.share(first.tenant, first.weight, first.wish.num_sequences)
+        leaving: list[Sequence] = []
+        seen = {first.tenant}
+        for sequence in merge(*map(reversed, self._queues), key=lambda s: s.queue_key, reverse=True):
+            if sequence.tenant in seen or not (siblings := self._requests.untouched(sequence)):
+                continue
+            seen.add(sequence.tenant)
+            left = places.share(sequence.tenant, sequence.tenant_weight, -len(siblings))
+            if left >= most:
+                leaving, most = siblings, left
+        return leaving
+
+    def _is_behind(self, request: GenerateRequest, key: QueueKey, first: First, places: Places | None) -> bool:
         """Routers do not know the work, so what they sort by under a policy that does is the arrival."""
-        return (wish.turn, wish.value) <= (key[0], key[2] if self._policy.needs_work else key[1])
+        assert places is not None
+        share = places.share(request.tenant, request.tenant_weight)
+        value = key[2] if self._policy.needs_work else key[1]
+        return (places.share(first.tenant, first.weight), first.wish.value) <= (share, value)
 
     def _is_too_much(self, num_queued_tokens: int, num_tokens: int) -> bool:
         return 0 < self._max_tokens < num_queued_tokens + num_tokens and num_queued_tokens > 0

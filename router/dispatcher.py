@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from replica.messages import FINAL_REFUSALS, Ask, Grant, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.eligibility import Eligibility
+from router.held_requests import HeldRequests
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
 from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.placement import Policy
 from router.replica_view import MAX_SILENCE_S, ReplicaView
-from router.tracked import HeldRequests, State, Tracked
+from router.tracked import State, Tracked
 
 #: a replica is told of so many held requests at once: as many as may be let in between two messages of it
 _MAX_WISHES = 8
@@ -66,13 +67,25 @@ class Dispatcher:
         request = self._requests.get(request_id)
         return request is not None and request.replica_id == replica_id and request.state is State.ACCEPTED
 
-    def is_certainly_full(self, num_sequences: int, now: float, order_key: OrderKey = (0.0, 0, 0.0)) -> bool:
+    def is_certainly_full(
+        self,
+        num_sequences: int,
+        now: float,
+        order_key: OrderKey = (0.0, 0, 0.0),
+        tenant: str = "",
+        tenant_weight: float = 1.0,
+    ) -> bool:
         """True if a fresh request would be refused at once: ask before doing work for it, such as tokenization."""
-        if len(self._held) < self._config.max_held_requests or self._held.weaker_than(order_key) is not None:
+        if len(self._held) < self._config.max_held_requests:
+            return False
+        if self._held.weaker_than(order_key, tenant, tenant_weight) is not None:
             return False
         return not any(
             view.is_placeable(now)
-            and (view.has_room_for(num_sequences) or self._eligibility.may_displace(order_key, num_sequences, view))
+            and (
+                view.has_room_for(num_sequences, tenant)
+                or self._eligibility.may_displace(order_key, num_sequences, view)
+            )
             for view in self.views.values()
         )
 
@@ -90,13 +103,22 @@ class Dispatcher:
         now: float,
         order_key: OrderKey = (0.0, 0, 0.0),
         deadline_at: float | None = None,
+        tenant: str = "",
+        tenant_weight: float = 1.0,
     ) -> list[Instruction]:
         """A fresh request, which must have begun by `deadline_at`. Exactly one `Refuse`, `Fail`, `finish` or `abort`
         ends it.
         """
         assert request_id not in self._requests, f"{request_id} is already there"
         request = self._requests[request_id] = Tracked(
-            request_id, num_sequences, num_tokens, order_key, deadline_at, self._config.admission_wait_s
+            request_id,
+            num_sequences,
+            num_tokens,
+            order_key,
+            deadline_at,
+            self._config.admission_wait_s,
+            tenant,
+            tenant_weight,
         )
         self.journal.open(request_id, now)
         self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
@@ -205,18 +227,18 @@ class Dispatcher:
         view = self.views.get(replica_id)
         if view is None:
             return []
-        view.permits.hear(grant)
+        view.permits.of(grant.tenant).hear(grant)
         return self._offer(view, now)
 
     def asks(self, now: float) -> list[tuple[ReplicaId, Ask]]:
         """What to tell replicas of permits and of who is held: take it after each batch of instructions."""
         open_views = [view for view in self.views.values() if view.is_placeable(now)]
-        waiting = self._held.first_fresh(_MAX_WISHES) if open_views else []
         asks = []
         for view in open_views:
-            if waiting or view.permits.num_available:
+            for tenant in {*self._held.tenants(), *view.permits.tenants()}:
+                waiting, weight = self._held.first_of(tenant, _MAX_WISHES)
                 wishes = [self._held.wish(r) for r in waiting if self._eligibility.may_wish(r, view)]
-                if (ask := view.permits.next_ask(wishes, view.num_news, now)) is not None:
+                if (ask := view.permits.of(tenant).next_ask(wishes, view.num_news, now, weight)) is not None:
                     asks.append((view.replica_id, ask))
         return asks
 
@@ -291,7 +313,8 @@ class Dispatcher:
         instructions: list[Instruction] = []
         if request not in self._held:
             if len(self._held) >= self._config.max_held_requests and not request.is_returning:
-                if (weaker := self._held.weaker_than(request.order_key)) is None:
+                weaker = self._held.weaker_than(request.order_key, request.tenant, request.tenant_weight)
+                if weaker is None:
                     return self._give_up(request, now)
                 weaker.was_shed = True
                 instructions = self._give_up(weaker, now)
@@ -311,11 +334,13 @@ class Dispatcher:
             return instructions
         # under overload this runs on every message of a full replica, so it must not look at every held request then
         last = view.load.last_queued
-        for request in self._held:
-            if not (request.is_returning or view.has_room_for(1)):
+        draw = self._held.draw()
+        for request in draw:
+            if not (request.is_returning or view.has_room_for(1, request.tenant)):
                 is_behind = last is None or self._held.value(request.order_key) >= last[1]
                 if is_behind or view.unanswered_sequences > 0:
-                    break  # and so are all that follow; the answer on its way brings them back here
+                    draw.close()  # so are all of its tenant that follow; the answer on its way brings them back here
+                    continue
             if self._eligibility.may_send(request, view):
                 instructions.append(self._send(request, view, now))
         return instructions
@@ -347,7 +372,7 @@ class Dispatcher:
         request.state = State.SENT
         request.replica_id = view.replica_id
         request.epoch += 1
-        permit = None if request.is_returning else view.permits.spend(request.num_sequences)
+        permit = None if request.is_returning else view.permits.spend(request.tenant, request.num_sequences)
         view.sent(request.num_sequences, request.num_tokens)
         return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning, permit)
 

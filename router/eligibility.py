@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from replica.messages import OrderKey, RefusalReason
+from router.held_requests import HeldRequests
 from router.placement import Policy
 from router.refusals import Demand
 from router.replica_view import ReplicaView
-from router.tracked import HeldRequests, Tracked
+from router.tracked import Tracked
 
 
 class Eligibility:
@@ -21,12 +22,14 @@ class Eligibility:
         """The policy's choice among those that may get it, or None."""
         candidates = [view for view in views if view.is_placeable(now) and self.may_send(request, view)]
         if not request.is_returning:  # nobody is pushed out while there is room elsewhere
-            candidates = [view for view in candidates if view.has_room_for(request.num_sequences)] or candidates
+            candidates = [
+                view for view in candidates if view.has_room_for(request.num_sequences, request.tenant)
+            ] or candidates
         return policy(candidates) if candidates else None
 
     def may_send(self, request: Tracked, view: ReplicaView) -> bool:
         """`view` is placeable."""
-        has_permits = not request.is_returning and view.permits.num_available >= request.num_sequences
+        has_permits = not request.is_returning and view.permits.num_available(request.tenant) >= request.num_sequences
         if request.tried.get(view.replica_id) == view.num_news and not has_permits:
             return False
         if request.is_returning:
@@ -34,7 +37,7 @@ class Eligibility:
         demand, window = self._demand(request), view.refusals.window
         if view.refusals.is_shed(demand):
             return False
-        if not view.has_room_for(request.num_sequences):
+        if not view.has_room_for(request.num_sequences, request.tenant):
             # one at a time: whoever is let in takes the place that the next one counts on
             window = 1
             if view.refusals.is_full_for(demand) or not self.may_displace(

@@ -89,6 +89,8 @@ class LiveBackend:
                 now,
                 request.order_key,
                 deadline_at,
+                request.tenant,
+                request.tenant_weight,
             )
         )
         try:

@@ -15,11 +15,12 @@ ASK_AGAIN_S = 1.0
 
 
 class PermitStock:
-    """Totals are those of a term; a new term begins with nothing."""
+    """Those for one tenant. Totals are those of a term; a new term begins with nothing."""
 
-    __slots__ = ("_asked", "_asked_at", "_gave_back_at", "_granted", "_number", "_term", "_used")
+    __slots__ = ("_asked", "_asked_at", "_gave_back_at", "_granted", "_number", "_tenant", "_term", "_used")
 
-    def __init__(self) -> None:
+    def __init__(self, tenant: str = "") -> None:
+        self._tenant = tenant
         self._term = self._granted = self._used = self._number = 0
         #: wishes of the last ask that were not granted yet
         self._asked: list[Wish] = []
@@ -49,25 +50,54 @@ class PermitStock:
         self._used += num_sequences
         return Permit(self._term, self._used)
 
-    def next_ask(self, wishes: Sequence[Wish], num_news: int, now: float) -> Ask | None:
+    def next_ask(self, wishes: Sequence[Wish], num_news: int, now: float, weight: float = 1.0) -> Ask | None:
         """What to tell the replica, if there is anything to tell: what is left over goes back, and who is held now (in
         their order) is wished a place. `num_news` counts the messages that the replica's load came with.
         """
         if self.num_available:
             self._used = self._granted
             self._gave_back_at = num_news
-            return self._ask((), now)
+            return self._ask((), now, weight)
         if wishes and num_news != self._gave_back_at and self._is_news(wishes[0], now):
-            return self._ask(wishes, now)
+            return self._ask(wishes, now, weight)
         return None
 
     def _is_news(self, first: Wish, now: float) -> bool:
         if not self._asked or now - self._asked_at >= ASK_AGAIN_S:
             return True
-        return (first.turn, first.value) < (self._asked[0].turn, self._asked[0].value)
+        return first.value < self._asked[0].value
 
-    def _ask(self, wishes: Sequence[Wish], now: float) -> Ask:
+    def _ask(self, wishes: Sequence[Wish], now: float, weight: float) -> Ask:
         self._number += 1
         self._asked = list(wishes)
         self._asked_at = now
-        return Ask(self._number, self._term, self._used, self._asked.copy())
+        return Ask(self._number, self._term, self._used, self._asked.copy(), self._tenant, weight)
+
+
+class PermitStocks:
+    """Of one replica, by tenant."""
+
+    __slots__ = ("_stocks",)
+
+    def __init__(self) -> None:
+        self._stocks: dict[str, PermitStock] = {}
+
+    def of(self, tenant: str) -> PermitStock:
+        """Its stock; an empty one if there was none."""
+        stock = self._stocks.get(tenant)
+        if stock is None:
+            stock = self._stocks[tenant] = PermitStock(tenant)
+        return stock
+
+    def num_available(self, tenant: str) -> int:
+        stock = self._stocks.get(tenant)
+        return 0 if stock is None else stock.num_available
+
+    def spend(self, tenant: str, num_sequences: int) -> Permit | None:
+        """As `PermitStock.spend`."""
+        stock = self._stocks.get(tenant)
+        return None if stock is None else stock.spend(num_sequences)
+
+    def tenants(self) -> list[str]:
+        """Those that were ever asked for."""
+        return list(self._stocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replica.messages import ReplicaId, ReplicaLoad
-from router.permit_stock import PermitStock
+from router.permit_stock import PermitStocks
 from router.refusals import Refusals
 
 #: replicas report at least once a second; three missed reports and nothing new is placed there
@@ -44,7 +44,7 @@ class ReplicaView:
         self.num_news = 0
         #: requests this router ever sent there; breaks ties
         self.num_placed = 0
-        self.permits = PermitStock()
+        self.permits = PermitStocks()
         self.refusals = Refusals()
         self.unanswered_sequences = 0
         self.unanswered_tokens = 0
@@ -69,11 +69,11 @@ class ReplicaView:
         """Work in tokens: prompts to compute, plus the contexts that each further step reads."""
         return self.load.num_uncomputed_tokens + self.load.num_context_tokens + self.unanswered_tokens
 
-    def has_room_for(self, num_sequences: int) -> bool:
-        """Places are reserved for us, or believed: the queue takes `num_sequences` more."""
+    def has_room_for(self, num_sequences: int, tenant: str = "") -> bool:
+        """Places are reserved for the tenant here, or believed: the queue takes `num_sequences` more."""
         load = self.load
         num_taken = load.num_queued + load.num_permits + self.unanswered_sequences
-        return self.permits.num_available >= num_sequences or num_taken + num_sequences <= load.queue_cap
+        return num_taken + num_sequences <= load.queue_cap or self.permits.num_available(tenant) >= num_sequences
 
     def describe(self, description: str, now: float) -> dict[str, object]:
         """For `shoal status`; `description` is what the replica told Serve of itself."""

@@ -106,7 +106,7 @@ class SimReplica:
 
     def _publish_ended(self) -> None:
         """Also in the middle of a step: come back when the next deadline passes. And who may have a free place now."""
-        for router_id, grant in self.core.deal(self._events.now).items():
+        for router_id, grant in self.core.deal(self._events.now):
             self._send(self.replica_id, router_id, grant)
         for router_id, output in self.core.take_ended().items():
             self._report(router_id, output)

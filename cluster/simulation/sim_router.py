@@ -57,7 +57,16 @@ class SimRouter:
         order_key = (0.0, request.priority, request.arrival_s)
         num_tokens = len(request.prompt_token_ids)
         self._carry_out(
-            self.dispatcher.submit(request_id, 1, num_tokens, self._events.now, order_key, request.deadline_s)
+            self.dispatcher.submit(
+                request_id,
+                1,
+                num_tokens,
+                self._events.now,
+                order_key,
+                request.deadline_s,
+                request.tenant,
+                request.tenant_weight,
+            )
         )
 
     def client_leaves(self, record: SimRecord) -> None:
@@ -166,6 +175,8 @@ class SimRouter:
             order_key=(0.0, request.priority, request.arrival_s),
             deadline_s=request.deadline_s,
             is_returning=is_returning,
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
         )
 
     def _end(self, request_id: RequestId) -> SimRecord | None:

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from replica.messages import Ask, Grant, Permit, RouterId, Wish
 from replica.permits import LEASE_S, PermitDesk
+from replica.places import Places
 from router.permit_stock import ASK_AGAIN_S, PermitStock
 
 ROUTERS = [RouterId("r0"), RouterId("r1"), RouterId("r2")]
@@ -46,7 +47,7 @@ class PermitMachine(RuleBasedStateMachine):
             self.send(True, router, ask)
 
     def deal(self) -> None:
-        for router, grant in self.desk.deal(CAP - self.num_queued, CAP, self.now).items():
+        for router, grant in self.desk.deal(CAP - self.num_queued, CAP, Places({}), self.now):
             self.send(False, router, grant)
 
     def deliver(self, down: bool, router: RouterId, link: int, message: object) -> None:
@@ -61,7 +62,7 @@ class PermitMachine(RuleBasedStateMachine):
                 self.deal()
             case (permit, int(n)):
                 assert permit is None or isinstance(permit, Permit)
-                covered = self.desk.redeem(router, permit, n)
+                covered = self.desk.redeem(router, "", permit, n)
                 assert 0 <= covered <= n
                 if covered == n or self.num_queued + self.desk.num_outstanding + n <= CAP:
                     self.num_queued += n
@@ -73,7 +74,7 @@ class PermitMachine(RuleBasedStateMachine):
 
     @rule(router=st.sampled_from(ROUTERS), n=st.integers(1, CAP), value=st.integers(0, 9))
     def arrive(self, router: RouterId, n: int, value: int) -> None:
-        self.held[router] = sorted([*self.held[router], Wish(n, 0.0, float(value))], key=lambda w: w.value)
+        self.held[router] = sorted([*self.held[router], Wish(n, float(value))], key=lambda w: w.value)
         self.router_turn(router)
 
     @rule(router=st.sampled_from(ROUTERS), n=st.integers(1, CAP))

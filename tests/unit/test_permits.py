@@ -4,55 +4,65 @@ from __future__ import annotations
 
 from replica.messages import Ask, Grant, Permit, RouterId, Wish
 from replica.permits import LEASE_S, PermitDesk
+from replica.places import Places
 from router.permit_stock import ASK_AGAIN_S, PermitStock
 
 A, B = RouterId("a"), RouterId("b")
 
 
 def wish(n: int = 1, value: float = 0.0) -> Wish:
-    return Wish(n, 0.0, value)
+    return Wish(n, value)
+
+
+def deal(desk: PermitDesk, num_free: int, cap: int, now: float) -> dict[RouterId, Grant]:
+    return dict(desk.deal(num_free, cap, Places({}), now))
+
+
+def first_wish(desk: PermitDesk) -> Wish | None:
+    first = desk.first(Places({}), 9)
+    return None if first is None else first.wish
 
 
 def test_places_go_out_in_one_order_over_all_routers() -> None:
     desk = PermitDesk()
     desk.ask(A, Ask(1, 0, 0, [wish(value=1), wish(value=4)]))
     desk.ask(B, Ask(1, 0, 0, [wish(value=2), wish(value=3)]))
-    assert desk.deal(3, 9, 0.0) == {A: Grant(1, 1), B: Grant(2, 2)}
+    assert deal(desk, 3, 9, 0.0) == {A: Grant(1, 1), B: Grant(2, 2)}
     assert desk.num_outstanding == 3
-    assert desk.first_wish == wish(value=4)
-    assert desk.deal(3, 9, 0.0) == {}, "all that is free is reserved"
+    assert first_wish(desk) == wish(value=4)
+    assert deal(desk, 3, 9, 0.0) == {}, "all that is free is reserved"
 
 
 def test_a_request_gets_all_of_its_places_or_none_and_is_not_passed() -> None:
     desk = PermitDesk()
     desk.ask(A, Ask(1, 0, 0, [wish(n=3, value=1)]))
     desk.ask(B, Ask(1, 0, 0, [wish(n=1, value=2)]))
-    assert desk.deal(2, 4, 0.0) == {}
-    assert desk.deal(4, 4, 0.0) == {A: Grant(1, 3), B: Grant(2, 1)}
+    assert deal(desk, 2, 4, 0.0) == {}
+    assert deal(desk, 4, 4, 0.0) == {A: Grant(1, 3), B: Grant(2, 1)}
 
 
 def test_a_wish_beyond_a_lowered_cap_holds_nobody_up() -> None:
     desk = PermitDesk()
     desk.ask(A, Ask(1, 0, 0, [wish(n=3, value=1), wish(n=1, value=3)]))
-    assert desk.deal(2, 2, 0.0) == {A: Grant(1, 1)}
+    assert deal(desk, 2, 2, 0.0) == {A: Grant(1, 1)}
 
 
 def test_a_lease_that_ended_takes_the_term_with_it() -> None:
     desk, stock = PermitDesk(), PermitStock()
     desk.ask(A, Ask(1, 0, 0, [wish(n=2)]))
-    late = desk.deal(2, 2, 0.0)[A]
-    assert desk.deal(2, 2, LEASE_S) == {}
+    late = deal(desk, 2, 2, 0.0)[A]
+    assert deal(desk, 2, 2, LEASE_S) == {}
     assert desk.num_outstanding == 0
     stock.hear(late)
     permit = stock.spend(2)
     assert permit == Permit(1, 2)
-    assert desk.redeem(A, permit, 2) == 0, "others may have the places now"
+    assert desk.redeem(A, "", permit, 2) == 0, "others may have the places now"
     desk.ask(A, Ask(2, 1, 2, [wish(n=2)]))
-    stock.hear(desk.deal(2, 2, LEASE_S)[A])
+    stock.hear(deal(desk, 2, 2, LEASE_S)[A])
     stock.hear(Grant(1, 5))
     assert stock.num_available == 2
-    assert desk.redeem(A, permit, 2) == 0, "it is of the old term still"
-    assert desk.redeem(A, stock.spend(2), 2) == 2
+    assert desk.redeem(A, "", permit, 2) == 0, "it is of the old term still"
+    assert desk.redeem(A, "", stock.spend(2), 2) == 2
 
 
 def test_what_is_late_or_double_changes_nothing() -> None:
@@ -63,33 +73,33 @@ def test_what_is_late_or_double_changes_nothing() -> None:
     assert second is not None
     desk.ask(A, second)
     desk.ask(A, first)
-    assert desk.first_wish == wish(value=0.5)
-    one = desk.deal(1, 9, 0.0)[A]
+    assert first_wish(desk) == wish(value=0.5)
+    one = deal(desk, 1, 9, 0.0)[A]
     desk.ask(A, Ask(3, 1, 0, [wish(value=2)]))
-    two = desk.deal(2, 9, 0.0)[A]
+    two = deal(desk, 2, 9, 0.0)[A]
     for grant in (two, one):
         stock.hear(grant)
     assert stock.num_available == 2
     permit = stock.spend(1)
-    assert desk.redeem(A, permit, 1) == 1
-    assert desk.redeem(A, permit, 1) == 0
+    assert desk.redeem(A, "", permit, 1) == 1
+    assert desk.redeem(A, "", permit, 1) == 0
     assert desk.num_outstanding == 1
 
 
 def test_the_permits_of_a_router_that_is_gone_are_free_at_once() -> None:
     desk = PermitDesk()
     desk.ask(A, Ask(1, 0, 0, [wish()]))
-    desk.deal(1, 1, 0.0)
+    deal(desk, 1, 1, 0.0)
     desk.forget(A)
     desk.ask(B, Ask(1, 0, 0, [wish()]))
-    assert desk.deal(1, 1, 0.0) == {B: Grant(2, 1)}
+    assert deal(desk, 1, 1, 0.0) == {B: Grant(2, 1)}
 
 
 def test_a_claim_to_more_than_was_granted_is_not_believed() -> None:
     desk = PermitDesk()
     desk.ask(A, Ask(1, 0, 0, [wish()]))
-    desk.deal(1, 9, 0.0)
-    assert desk.redeem(A, Permit(1, 7), 7) == 1
+    deal(desk, 1, 9, 0.0)
+    assert desk.redeem(A, "", Permit(1, 7), 7) == 1
     desk.validate()
 
 
