@@ -116,8 +116,9 @@ def two_tenants(small_per_s: float, large_per_s: float, span_s: float) -> list[S
     for tenant, rate in (("small", small_per_s), ("large", large_per_s)):
         for number in range(int(rate * span_s)):
             prompt = [rng.randrange(1000) for _ in range(rng.randint(20, 60))]
+            length = rng.randint(5, 60)  # of equal length they would leave their seats in waves
             requests.append(
-                SimRequest(f"{tenant}-{number}", number / rate, prompt, 30, router=number % 4, tenant=tenant)
+                SimRequest(f"{tenant}-{number}", number / rate, prompt, length, router=number % 4, tenant=tenant)
             )
     return requests
 
@@ -131,7 +132,7 @@ def test_a_flood_beside_a_small_tenant() -> None:
     """Ten times as many requests of another, far beyond what the cluster can do: the small one hardly notices."""
 
     def run(large_per_s: float) -> tuple[list[SimRecord], SimCluster]:
-        config = engine(cap=16, max_num_seqs=16)
+        config = engine(cap=16, max_num_seqs=32)
         cluster = SimCluster(SimConfig(engine=config, num_replicas=2, num_routers=4))
         return cluster.run(two_tenants(20, large_per_s, 5.0)), cluster
 
