@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 #: beyond `drain_s`: Serve's own steps, and the last messages
 _DRAIN_SLACK_S = 40.0
@@ -41,12 +42,15 @@ def stop(owns_serve: bool, has_deployed: bool, drain_s: float) -> None:
 
 async def _tell_routers(app_name: str, drain_s: float) -> None:
     """Nothing will be replaced any more. Who does not hear it holds streams for `resume_wait_s`, as after any loss."""
-    from ray import serve
+    from ray.serve.handle import DeploymentHandle
 
-    # handles want a loop here (`cluster/serve_env.py`), and may raise what they like: the end does not depend on it
+    # not `get_deployment_handle`: Serve would end that one later, when the loop that it wants here is closed
+    handle: DeploymentHandle[Any] = DeploymentHandle("Router", app_name)
+    with contextlib.suppress(Exception):  # whatever is wrong there, the end does not depend on it
+        async with asyncio.timeout(_TELL_S):
+            await handle.broadcast("stopping", drain_s).results_async(return_exceptions=True)
     with contextlib.suppress(Exception):
-        handle = serve.get_deployment_handle("Router", app_name)
-        await asyncio.wait_for(handle.broadcast("stopping", drain_s).results_async(timeout_s=_TELL_S), _TELL_S)
+        await handle.shutdown_async()
 
 
 def _delete_application(name: str, drain_s: float) -> None:

@@ -104,6 +104,7 @@ class Router:
         """`shoal serve` stops, and all goes: what is held for a replica is held no longer than that. Serve itself does
         not tell that from a replica that is replaced.
         """
+        logger.info("the server stops; what is held ends within %g s", drain_s)
         self.backend.stop_holding(drain_s)
 
     async def configuration(self) -> dict[str, Any]:
