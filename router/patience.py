@@ -40,13 +40,14 @@ class Patience:
             request.resume_by = now + self.config.resume_limit_s
         if request.held_until is None:
             request.held_until = now + (self.config.resume_wait_s if is_replaced else request.hold_left_s)
+            request.awaits_place = is_replaced
 
     def ends_at(self, request: Tracked) -> float | None:
         """When it is given up if it is still held then; None: it is not held."""
         ends = request.held_until
         if ends is None:
             return None
-        if request.resume_by is not None:
+        if request.awaits_place and request.resume_by is not None:
             ends = min(request.resume_by, max(ends, self._sign_at + self.config.resume_wait_s))
         if request.deadline_at is not None and not request.is_returning:
             ends = min(ends, request.deadline_at)

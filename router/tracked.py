@@ -22,6 +22,7 @@ class Tracked:
     """One unfinished request. Times are in the dispatcher's clock."""
 
     __slots__ = (
+        "awaits_place",
         "deadline_at",
         "epoch",
         "has_begun",
@@ -68,6 +69,8 @@ class Tracked:
         #: a replica gave its place to a more urgent one
         self.was_shed = False
         self.held_until: float | None = None
+        #: it is held because it lost its replica
+        self.awaits_place = False
         #: it lost its replica, and has to have its next token by then
         self.resume_by: float | None = None
         #: its place among the held; set while it is one of them

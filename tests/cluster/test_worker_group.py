@@ -35,8 +35,9 @@ def test_no_client_sees_a_loss_and_the_replica_serves_again(outcomes: dict[str, 
     assert found.errors == []
     assert found.num_streams > 0
     assert found.num_unhealthy == 0
-    assert found.noticed_s < 1.0
-    assert found.whole_s < 60.0
+    # a stopped process tells nobody: it is silent for three of its reports, and for three of Serve's checks
+    assert found.noticed_s < (5.0 if name == "replica_stopped" else 1.0)
+    assert found.whole_s < 40.0
 
 
 def test_ranks_do_not_outlive_their_replica(outcomes: dict[str, LossOutcome]) -> None:
