@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -62,7 +63,7 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
             _say(f"logs: {_log_folder()}  (a process that crashed: {_crash_files()})")
             elapsed = time.monotonic() - started
             _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
-            terminal.follow(_say)
+            terminal.follow(_say_aside())
             _wait_for_signal()
             _say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")
         except KeyboardInterrupt:
@@ -334,6 +335,12 @@ def _wait_for_signal() -> None:
     for number in numbers:
         signal.signal(number, on_signal)
     stop.wait()
+
+
+def _say_aside() -> Callable[[str], None]:
+    """`_say` for what comes from elsewhere: heard also while the stop turns away what Ray prints."""
+    out = os.fdopen(os.dup(2), "w")
+    return lambda line: print(f"shoal: {line}", file=out, flush=True)
 
 
 def _say(line: str) -> None:
