@@ -78,6 +78,7 @@ class Engine:
         self._num_failed_steps = 0
         #: what was given back when the runner was lost has nowhere else to go if all replicas drain
         self._is_expecting = False
+        self._expecting_timer: asyncio.TimerHandle | None = None
         self._is_draining = False
         #: when the runner was last free; None: it had nothing to do since
         self._last_step_end: float | None = None
@@ -185,7 +186,7 @@ class Engine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for timer in (self._load_timer, self._deadline_timer):
+        for timer in (self._load_timer, self._deadline_timer, self._expecting_timer):
             if timer is not None:
                 timer.cancel()
         for link in list(self._links.values()):
@@ -304,6 +305,8 @@ class Engine:
         self.core.pause()
         self._send_load()  # before anything is given back: it must not come here again
         self._publish(unpublished)
+        if self._expecting_timer is not None:
+            self._expecting_timer.cancel()  # of a loss just before: what it gave back may not have come yet
         self._is_expecting |= self.core.num_unfinished > 0
         self._publish(self.core.lose_runner(self._clock()))
         self._idle.set()
@@ -313,7 +316,7 @@ class Engine:
         self.core.resume()
         self._send_load()
         if self._is_expecting:
-            asyncio.get_running_loop().call_later(COME_BACK_S, self._expect_nobody)
+            self._expecting_timer = asyncio.get_running_loop().call_later(COME_BACK_S, self._expect_nobody)
         return {}
 
     def _expect_nobody(self) -> None:

@@ -235,16 +235,15 @@ class Dispatcher:
     # ---- time ----
 
     def next_deadline(self) -> float | None:
-        """When a held request's time is up, in the caller's clock. Silence is seen by calling `on_time` once a
-        second.
-        """
+        """When a held request's time is up, in the caller's clock. For silence call `on_time` once a second."""
         return min((at for r in self._held if (at := self._patience.ends_at(r)) is not None), default=None)
 
     def on_time(self, now: float) -> list[Instruction]:
         """Give up on requests that were held too long, and on replicas that have been silent too long."""
         instructions: list[Instruction] = []
+        is_vain = self._patience.is_stopping and not any(view.may_take_back(now) for view in self.views.values())
         for request in self._held:
-            if (ends_at := self._patience.ends_at(request)) is not None and ends_at <= now:
+            if is_vain or ((ends_at := self._patience.ends_at(request)) is not None and ends_at <= now):
                 instructions += self._give_up(request, now)
         for view in self.views.values():
             silence = now - view.load_at

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from benchmarks.rank_processes import Processes
+from replica import engine as engine_module
 from replica import group_health
 from replica.config import CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
@@ -201,6 +202,21 @@ async def test_a_drain_waits_for_the_mending_and_takes_back_what_was_given_away(
         assert listener.ends["back"] is FinishReason.LENGTH
         counters = engine.core.load(0).counters
         assert (counters["rank_losses_gone"], counters["group_restarts"], counters["ranks_alive"]) == (1, 1, 2)
+
+
+async def test_a_loss_soon_after_another_one_is_waited_for_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given back the first time has not come yet, and its time must not run out while ranks start again."""
+    monkeypatch.setattr(engine_module, "COME_BACK_S", 0.05)
+    async with engine_of_two() as (engine, launcher, _listener):
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        await until(lambda: not engine.core.load(0).is_ready)
+        await until(lambda: engine.core.load(0).is_ready)
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        await until(lambda: not engine.core.load(0).is_ready)
+        drained = asyncio.create_task(engine.drain(20.0))
+        await until(lambda: engine.core.load(0).is_ready or drained.done())
+        assert not drained.done()
+        await drained
 
 
 async def test_a_drain_does_not_wait_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

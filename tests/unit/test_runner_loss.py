@@ -220,7 +220,8 @@ def test_mending_without_end_does_not_hold_a_stream_for_ever() -> None:
 def test_a_token_begins_the_bound_anew() -> None:
     dispatcher = make(A, resume_wait_s=20.0, resume_limit_s=30.0)
     streaming(dispatcher)
-    dispatcher.on_moved(rid(0), 1.0)
+    dispatcher.on_load(A, RESTARTING, 1.0)
+    assert dispatcher.on_moved(rid(0), 1.0) == []
     dispatcher.on_load(A, ROOM, 10.0)
     dispatcher.on_reply(rid(0), 2, None, "", 10.0)
     dispatcher.progressed(rid(0))
@@ -271,4 +272,17 @@ def test_what_is_given_back_after_the_drain_ends_at_once() -> None:
     dispatcher.on_draining(A)
     dispatcher.on_stopping(6.0, 1.0)
     (failed,) = dispatcher.on_moved(rid(0), 6.1)
+    assert isinstance(failed, Fail)
+
+
+def test_when_the_server_stops_nothing_is_held_for_a_replica_that_is_gone() -> None:
+    dispatcher = make(A)
+    streaming(dispatcher)
+    dispatcher.on_draining(A)
+    dispatcher.on_stopping(31.0, 1.0)
+    dispatcher.on_load(A, ReplicaLoad(queue_cap=4, is_ready=False), 1.5)
+    dispatcher.on_moved(rid(0), 1.5)
+    assert dispatcher.on_time(2.0) == []
+    assert dispatcher.on_lost(A, 2.5) == []
+    (failed,) = dispatcher.on_time(3.0)
     assert isinstance(failed, Fail)
