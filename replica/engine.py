@@ -166,6 +166,7 @@ class Engine:
         """
         self._is_draining = True
         self.core.stop_admission(takes_returning=self._is_expecting)
+        self._send_load()  # with the next word they think that nothing comes back here
         self._announce_draining(drain_s)
         is_stuck = self._failure is not None or self._step_age_s() > STALLED_STEP_S
         is_idle = await self._wait_idle(0.0 if is_stuck else drain_s)
