@@ -41,7 +41,7 @@ class LossCause(enum.StrEnum):
     STOPPED = "stopped"
     #: no sign of life, or not where it should be in time
     SILENT = "silent"
-    #: it does not come out of a step
+    #: it does not come out of a step, or of waiting for its peers
     HUNG = "hung"
     #: it raised in a step; its process stays
     FAILED = "failed"
