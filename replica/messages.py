@@ -239,6 +239,8 @@ class ReplicaLoad(WireRecord, frozen=True):
     last_queued: tuple[int, float] | None = None
     #: False while it mends itself: alive, but nothing can be placed there
     is_ready: bool = True
+    #: it drains, was mended meanwhile, and takes returning requests until its time is up
+    takes_returning: bool = False
 
 
 class TokenLogprobs(WireRecord, frozen=True):

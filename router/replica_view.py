@@ -61,6 +61,16 @@ class ReplicaView:
         """Open, and heard from lately: a replica that was stopped (SIGSTOP) or cut off keeps its stream for a while."""
         return self.is_open and now - self.load_at <= MAX_SILENCE_S
 
+    def takes_back(self, now: float) -> bool:
+        """On its way out, but its ranks were lost and are whole again: it takes what it had to give back."""
+        is_there = self.is_connected and self.is_draining and now - self.load_at <= MAX_SILENCE_S
+        return is_there and self.load.is_ready and self.load.takes_returning
+
+    def may_take_back(self, now: float) -> bool:
+        """The same, or it may come to that: it is open, or mends itself."""
+        is_alive = self.is_connected and now - self.load_at <= MAX_SILENCE_S
+        return is_alive and (self.takes_back(now) or not self.load.is_ready or not self.is_draining)
+
     @property
     def outstanding_tokens(self) -> int:
         """Work in tokens: prompts to compute, plus the contexts that each further step reads."""

@@ -22,6 +22,7 @@ class Tracked:
     """One unfinished request. Times are in the dispatcher's clock."""
 
     __slots__ = (
+        "awaits_place",
         "deadline_at",
         "epoch",
         "has_begun",
@@ -35,6 +36,7 @@ class Tracked:
         "order_key",
         "replica_id",
         "request_id",
+        "resume_by",
         "state",
         "tried",
         "was_shed",
@@ -67,6 +69,10 @@ class Tracked:
         #: a replica gave its place to a more urgent one
         self.was_shed = False
         self.held_until: float | None = None
+        #: it is held because it lost its replica
+        self.awaits_place = False
+        #: it lost its replica, and has to have its next token by then
+        self.resume_by: float | None = None
         #: its place among the held; set while it is one of them
         self.held_key: tuple[bool, float, float, int] = (True, 0.0, 0.0, 0)
         #: replicas that said no, with the number of their news at that moment: not again before there is newer news
@@ -76,13 +82,6 @@ class Tracked:
     @property
     def priority(self) -> int:
         return self.order_key[1]
-
-    @property
-    def ends_at(self) -> float | None:
-        """When it is given up if it is still held then. None: it is not held, or for ever."""
-        if self.deadline_at is None or self.is_returning or self.held_until is None:
-            return self.held_until
-        return min(self.held_until, self.deadline_at)
 
     def is_overdue(self, now: float) -> bool:
         """Its deadline has passed, and as far as is known it has not begun."""
