@@ -32,15 +32,21 @@ def step(full: bool) -> Iterator[tuple[str, Measured]]:
 
 @claim("tp.kill")
 def kill(full: bool) -> Iterator[tuple[str, Measured]]:
-    """kill -9 and SIGSTOP of a rank, kill -9 of a replica, under load; two replicas of two ranks."""
+    """kill -9 and SIGSTOP of a rank and of a replica, under load; two replicas of two ranks."""
     runs = {"fake": rank_loss.measure(rank_loss.EVERYTHING)}
     if full:
         runs["model"] = rank_loss.measure(rank_loss.EVERYTHING, runner="torch", num_ranks=3, num_streams=8)
     for runner, outcomes in runs.items():
         for name, found in outcomes.items():
+            is_frozen = name == rank_loss.REPLICA_STOPPED[0]
             note = f"of {found.num_streams} streams; whole again after {found.whole_s:.1f} s; {found.errors[:1]}"
             yield f"{runner}.{name}.errors", Measured(len(found.errors), "errors", 0, note=note)
-            yield f"{runner}.{name}.noticed", Measured(found.noticed_s, "s until a router knew", 1.0)
+            yield (
+                f"{runner}.{name}.noticed",
+                Measured(found.noticed_s, "s until a router knew", 5.0 if is_frozen else 1.0),
+            )
+            if is_frozen:
+                yield f"{runner}.{name}.whole", Measured(found.whole_s, "s until it was replaced", 25.0)
         note = f"gone after {1000 * found.gone_s:.0f} ms"
         yield f"{runner}.orphans", Measured(outcomes["replica_killed"].num_orphans, "orphans", 0, note=note)
 

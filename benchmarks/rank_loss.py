@@ -143,4 +143,5 @@ def measure(
 RANK_KILLED = ("rank_killed", signal.SIGKILL, False)
 RANK_STOPPED = ("rank_stopped", signal.SIGSTOP, False)
 REPLICA_KILLED = ("replica_killed", signal.SIGKILL, True)
-EVERYTHING = [RANK_KILLED, RANK_STOPPED, REPLICA_KILLED]
+REPLICA_STOPPED = ("replica_stopped", signal.SIGSTOP, True)
+EVERYTHING = [RANK_KILLED, RANK_STOPPED, REPLICA_KILLED, REPLICA_STOPPED]

@@ -5,12 +5,14 @@ KubeRay.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import ray
 from ray import serve
 
 from cluster import __version__, live_knobs, model_store
+from cluster import terminal as terminal_news
 from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.serve_env import SERVE_ENV
 from cluster.serve_logs import join_serve_logs
@@ -25,8 +27,8 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
     return build_from(load(args or {}))
 
 
-def build_from(config: ClusterConfig) -> serve.Application:
-    """The Serve application of a checked configuration."""
+def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
+    """The Serve application of a checked configuration. `terminal`: where a `shoal serve` hears of lost ranks."""
     replicas = replica_deployment(
         config.model_copy(update={"http": HttpConfig()}).model_dump(),  # API keys are none of its business
         live_knobs.engine_settings,
@@ -40,6 +42,7 @@ def build_from(config: ClusterConfig) -> serve.Application:
         bundles=config.bundles,
         bundle_strategy=config.rank_placement,
         set_up_logs=join_serve_logs,
+        tell=partial(terminal_news.tell, terminal),
     )
     return router_deployment(
         replicas,

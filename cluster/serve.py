@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -24,10 +24,9 @@ from types import FrameType
 from cluster.config import ClusterConfig
 from cluster.process_sweep import record_children, sweep_orphans
 from cluster.resources import NodeRoom, shortage
+from cluster.serve_stop import stop
+from cluster.terminal import Terminal
 from replica.errors import ConfigError, ModelLoadError, ShoalError
-
-#: beyond `drain_s`: Serve's own steps, and the last messages
-_DRAIN_SLACK_S = 40.0
 
 
 def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
@@ -54,7 +53,8 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
             model.result()
             _refuse_a_second_application(owns_serve)
             has_deployed = True
-            _deploy(config, host, port)
+            terminal = Terminal()
+            _deploy(config, host, port, terminal.name)
             if not attached:
                 record_children(_found_by(port))  # again: now with the replicas
             if not owns_serve and not _listens(host, port):
@@ -63,50 +63,14 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
             _say(f"logs: {_log_folder()}  (a process that crashed: {_crash_files()})")
             elapsed = time.monotonic() - started
             _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
+            terminal.follow(_say_aside())
             _wait_for_signal()
             _say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")
         except KeyboardInterrupt:
             pass
         finally:
-            _stop(owns_serve, has_deployed, config.drain_s + _DRAIN_SLACK_S)
+            stop(owns_serve, has_deployed, config.drain_s)
     return 0
-
-
-def _stop(owns_serve: bool, has_deployed: bool, drain_s: float) -> None:
-    """Drain and end what was started here: our application, Serve if it was not there before, and a Ray of our own.
-
-    The application goes first and alone: `serve.shutdown` takes the proxy away at once, and every open stream with it.
-    A second signal skips the draining.
-    """
-    import ray
-    from ray import serve
-
-    from cluster.app import APP_NAME
-
-    with _quiet():
-        try:
-            if has_deployed:
-                _delete_application(APP_NAME, drain_s)
-            if owns_serve and not serve.status().applications:
-                serve.shutdown()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            ray.shutdown()
-
-
-def _delete_application(name: str, drain_s: float) -> None:
-    """Serve waits 60 s for the end of an application and then raises; a drain may take longer."""
-    from ray import serve
-
-    end = time.monotonic() + drain_s
-    while True:
-        try:
-            serve.delete(name)
-            return
-        except TimeoutError:
-            if time.monotonic() > end:
-                return
 
 
 def _localize(config: ClusterConfig) -> ClusterConfig:
@@ -155,27 +119,6 @@ def _template_text(template: str) -> str:
     text = path.read_text() if looks_like_a_path else template
     ChatTemplate(text)
     return text
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray prints that the controller's last task failed, because it was killed: true, intended, and nobody's news.
-
-    Parts of it write to the descriptors past Python, so the descriptors are what has to be turned away.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = {number: os.dup(number) for number in (1, 2)}
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for number in saved:
-            os.dup2(nowhere, number)
-        yield
-    finally:
-        for number, copy in saved.items():
-            os.dup2(copy, number)
-            os.close(copy)
-        os.close(nowhere)
 
 
 def _prepare_model(config: ClusterConfig) -> None:
@@ -287,7 +230,7 @@ def check_ray_address(address: str) -> None:
         raise ShoalError(f"RAY_ADDRESS={address}: nothing listens there")
 
 
-def _deploy(config: ClusterConfig, host: str, port: int) -> None:
+def _deploy(config: ClusterConfig, host: str, port: int, terminal: str = "") -> None:
     from ray import serve
     from ray.serve.config import HTTPOptions, ProxyLocation
 
@@ -300,7 +243,7 @@ def _deploy(config: ClusterConfig, host: str, port: int) -> None:
     )
     _say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
     try:
-        serve.run(build_from(config), name=APP_NAME, route_prefix="/", blocking=False)
+        serve.run(build_from(config, terminal), name=APP_NAME, route_prefix="/", blocking=False)
     except RuntimeError:
         raise ShoalError(
             f"the application did not start: {_why(APP_NAME)}\nlogs: {_log_folder()} and {_crash_files()}"
@@ -392,6 +335,12 @@ def _wait_for_signal() -> None:
     for number in numbers:
         signal.signal(number, on_signal)
     stop.wait()
+
+
+def _say_aside() -> Callable[[str], None]:
+    """`_say` for what comes from elsewhere: heard also while the stop turns away what Ray prints."""
+    out = os.fdopen(os.dup(2), "w")
+    return lambda line: print(f"shoal: {line}", file=out, flush=True)
 
 
 def _say(line: str) -> None:

@@ -97,9 +97,19 @@ def format_status(status: Mapping[str, Any]) -> str:
             f"{100 * replica['kv_fragmentation']:>6.0f} % {hit_rate:>8} {counters.get('preemptions', 0):>9.0f} "
             f"{_steps(replica)}"
         )
+        if counters.get("ranks"):
+            lines.append(f"{'':<12} {_ranks(counters)}")
     if not status["replicas"]:
         lines.append("no replica is up")
     return "\n".join(lines)
+
+
+def _ranks(counters: Mapping[str, float]) -> str:
+    losses = sum(number for name, number in counters.items() if name.startswith("rank_losses_"))
+    text = f"ranks {counters['ranks_alive']:.0f} of {counters['ranks']:.0f}, {losses:.0f} lost so far"
+    if restarts := counters.get("group_restarts", 0):
+        text += f", mended {restarts:.0f} times, the last time in {counters['last_mending_s']:.1f} s"
+    return text
 
 
 def _steps(replica: Mapping[str, Any]) -> str:

@@ -27,6 +27,8 @@ class Admission:
     def __init__(self, info: RunnerInfo, cap: int) -> None:
         self.cap = cap
         self.is_draining = False
+        #: though it drains, it takes back what it had to give away when its runner was lost
+        self.takes_returning = False
         #: False while the runner is being mended
         self.is_ready = True
         self._vocab_size = info.vocab_size
@@ -40,7 +42,7 @@ class Admission:
 
         Whether there is room in the queue is another matter (`replica/shedding.py`).
         """
-        if self.is_draining:
+        if self.is_draining and not (self.takes_returning and request.is_returning):
             raise Refused(RefusalReason.DRAINING, "the replica is draining")
         if not self.is_ready:
             raise Refused(RefusalReason.NOT_READY, "the replica lost a rank and is starting it again")

@@ -32,6 +32,9 @@ from replica.worker_group import worker_group
 logger = logging.getLogger(__name__)
 
 ModelSource = Callable[[str], Path]
+#: Serve gives a process up after three checks in a row without an answer within so long: 12 s. Routers leave a silent
+#: one after 10 s, and an event loop that merely shares two cores with six busy processes was never late by 0.3 s.
+HEALTH_TIMEOUT_S = 4.0
 #: the configuration at the start, and what was changed since (Serve's `user_config`) -> the configuration in force, and
 #: its number. Raises ConfigError.
 Settings = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[EngineConfig, int]]
@@ -46,11 +49,15 @@ def make_runner(config: EngineConfig, model_source: ModelSource) -> ModelRunner:
     return TorchModelRunner(config, model_source(config.model.model))
 
 
-def make_step_runner(config: EngineConfig, model_source: ModelSource, env_vars: dict[str, str]) -> StepRunner:
-    """What `config` wants the model to run on; `env_vars` are for worker actors. Loads nothing yet."""
+def make_step_runner(
+    config: EngineConfig, model_source: ModelSource, env_vars: dict[str, str], tell: Callable[[str], object]
+) -> StepRunner:
+    """What `config` wants the model to run on; `env_vars` are for worker actors, `tell` hears of lost ones. Loads
+    nothing yet.
+    """
     make = partial(make_runner, config, model_source)
     if config.parallel.has_workers:
-        return worker_group(config, model_source, env_vars)
+        return worker_group(config, model_source, env_vars, tell)
     return RunnerProcess(make) if config.parallel.runner_placement == "process" else RunnerThread(make)
 
 
@@ -71,6 +78,7 @@ class Replica:
         env_vars: dict[str, str],
         role: str = Role.BOTH,
         set_up_logs: Callable[[], None] = lambda: None,
+        tell: Callable[[str], object] = lambda text: None,
     ) -> None:
         set_up_logs()
         at_start, number = settings(config, {})
@@ -84,7 +92,8 @@ class Replica:
         self.incarnation = uuid.uuid4().hex
         self._drain_s = drain_s
         self._drained = False
-        runner = make_step_runner(self.config, model_source, env_vars)
+        name = serve.get_replica_context().replica_id.unique_id
+        runner = make_step_runner(self.config, model_source, env_vars, lambda text: tell(f"replica {name}: {text}"))
         self.engine = Engine(self.config, runner, incarnation=self.incarnation)
         await self.engine.start()
         self.engine.configure(self.config, number)
@@ -164,6 +173,7 @@ def replica_deployment(
     env_vars: dict[str, str],
     request_router_class: str,
     set_up_logs: Callable[[], None],
+    tell: Callable[[str], object],
     bundles: list[dict[str, float]] | None = None,
     bundle_strategy: str = "STRICT_PACK",
     role: Role = Role.BOTH,
@@ -172,7 +182,7 @@ def replica_deployment(
 
     `bundles`: what Ray reserves for a replica with worker actors, its own place first, then one for each rank.
     `request_router_class` is the import path of the observer that tells routers who is there; `set_up_logs` is called
-    in each process, first of all. Why these options:
+    in each process, first of all; `tell` takes what people should know at once. Why these options:
     `docs/architecture.md`, "Ray Serve settings".
     """
     from ray.serve.config import RequestRouterConfig
@@ -191,7 +201,7 @@ def replica_deployment(
         # one line per health probe and status call would bury everything else
         logging_config={"enable_access_log": False},
         health_check_period_s=1,
-        health_check_timeout_s=10,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=drain_s + 10,
         max_ongoing_requests=1000,
@@ -199,6 +209,6 @@ def replica_deployment(
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
     application: serve.Application = deployment.bind(
-        config, settings, model_source, drain_s, replicas_on_node, env_vars, role.value, set_up_logs
+        config, settings, model_source, drain_s, replicas_on_node, env_vars, role.value, set_up_logs, tell
     )
     return application

@@ -41,6 +41,9 @@ STALLED_STEP_S = 30.0
 MAX_STEP_S = 120.0
 #: after this many failed steps in a row the runner counts as broken: the loop ends, what is left moves elsewhere
 MAX_FAILED_STEPS = 3
+#: after its runner was mended a draining replica waits so long for what it gave back: on busy cores a router hears
+#: after up to 0.8 s
+COME_BACK_S = 2.0
 #: what `drain` allows for the end of the last step and for the last messages
 _LAST_STEP_S = 5.0
 _FLUSH_S = 2.0
@@ -74,6 +77,10 @@ class Engine:
         self._failure: BaseException | None = None
         self._compilations: set[asyncio.Task[None]] = set()
         self._num_failed_steps = 0
+        #: what was given back when the runner was lost has nowhere else to go if all replicas drain
+        self._is_expecting = False
+        self._expecting_timer: asyncio.TimerHandle | None = None
+        self._is_draining = False
         #: when the runner was last free; None: it had nothing to do since
         self._last_step_end: float | None = None
 
@@ -85,6 +92,7 @@ class Engine:
             await self._runner.close()  # some of its ranks may be there already
             raise
         self.core = EngineCore(self._config, info)
+        self.core.runner_counters = self._runner.counters
         self._idle.set()
         self._tasks = [
             asyncio.create_task(self._run(), name="shoal-step-loop"),
@@ -157,12 +165,18 @@ class Engine:
     async def drain(self, drain_s: float) -> None:
         """Refuse new requests, let short ones end for `drain_s`, hand the rest back as MOVED, flush. Idempotent.
 
-        Returns within `drain_s` and a few seconds whatever the runner does.
+        If the runner is being mended, that goes on, and what was given back may return and end here. Returns within
+        `drain_s` and a few seconds whatever the runner does.
         """
-        self.core.stop_admission()
+        self._is_draining = True
+        self.core.stop_admission(takes_returning=self._is_expecting)
+        self._send_load()  # with the next word they think that nothing comes back here
         self._announce_draining(drain_s)
         is_stuck = self._failure is not None or self._step_age_s() > STALLED_STEP_S
-        if not await self._wait_idle(0.0 if is_stuck else drain_s):
+        is_idle = await self._wait_idle(0.0 if is_stuck else drain_s)
+        self._is_draining = self._is_expecting = False
+        self.core.stop_admission()  # also to those that were to come back
+        if not is_idle:
             self._publish(self.core.hand_over(self._clock()))
             await self._wait_idle(0.0 if is_stuck else _LAST_STEP_S)
         flushed = asyncio.gather(*(link.wait_flushed() for link in self._links.values()))
@@ -177,7 +191,7 @@ class Engine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for timer in (self._load_timer, self._deadline_timer):
+        for timer in (self._load_timer, self._deadline_timer, self._expecting_timer):
             if timer is not None:
                 timer.cancel()
         for link in list(self._links.values()):
@@ -215,10 +229,10 @@ class Engine:
         return 0.0 if started is None else time.monotonic() - started
 
     async def _wait_idle(self, timeout_s: float) -> bool:
-        """False if there is still work after `timeout_s`."""
+        """False if there is still work, or more to come, after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
-                while self.core.num_unfinished:
+                while self.core.num_unfinished or self._is_expecting:
                     self._idle.clear()
                     await self._idle.wait()
         except TimeoutError:
@@ -296,16 +310,28 @@ class Engine:
         self.core.pause()
         self._send_load()  # before anything is given back: it must not come here again
         self._publish(unpublished)
+        if self._expecting_timer is not None:
+            self._expecting_timer.cancel()  # of a loss just before: what it gave back may not have come yet
+        self._is_expecting |= self.core.num_unfinished > 0
         self._publish(self.core.lose_runner(self._clock()))
         self._idle.set()
+        if self._is_draining:
+            self.core.stop_admission(takes_returning=self._is_expecting)
         await self._runner.recover()
         self.core.resume()
         self._send_load()
+        if self._is_expecting:
+            self._expecting_timer = asyncio.get_running_loop().call_later(COME_BACK_S, self._expect_nobody)
         return {}
+
+    def _expect_nobody(self) -> None:
+        self._is_expecting = False
+        self._idle.set()
 
     def _end_of_loop(self, unpublished: RouterOutputs) -> None:
         """Nothing will be computed here any more: tell every router, and give everything back."""
         self.core.stop_admission()
+        self._is_expecting = False
         self._announce_draining(0.0)
         self._publish(unpublished)
         self._publish(self.core.fail_step(self._clock()))

@@ -7,7 +7,7 @@ virtual clock. Both run this code.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 from replica.admission import Admission, Refused
@@ -61,6 +61,8 @@ class EngineCore:
         self.config_number = 0
         #: for the shell to fill
         self.step_times = StepTimes()
+        #: the runner's own
+        self.runner_counters: Mapping[str, float] = {}
         self._requests = RequestBook()
         self._gate = QueueGate(self._admission.cap, self._shedding_of(config.scheduler))
         self._deadlines = Deadlines()
@@ -208,9 +210,11 @@ class EngineCore:
         """The runner raised: the step's sequences end with ERROR."""
         return self._outputs(self.scheduler.fail_step(now))
 
-    def stop_admission(self) -> None:
-        """Draining: refuse everything from now on."""
-        self._admission.is_draining = True
+    def stop_admission(self, takes_returning: bool = False) -> None:
+        """Draining: refuse everything from now on, but for what was given back when the runner was lost, if
+        `takes_returning`.
+        """
+        self._admission.is_draining, self._admission.takes_returning = True, takes_returning
 
     def pause(self) -> None:
         """The runner is lost: refuse everything until `resume`, and say so in every load."""
@@ -293,6 +297,7 @@ class EngineCore:
                 "between_steps_s": self.step_times.between_s,
                 "config_number": self.config_number,
                 "prompt_token_limit": scheduler.prompt_token_limit,
+                **self.runner_counters,
                 **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
             },
             step_token_counts=counters.step_token_counts.copy(),
@@ -300,6 +305,7 @@ class EngineCore:
             step_second_counts=self.step_times.counts.copy(),
             last_queued=self._last_queued(),
             is_ready=self._admission.is_ready,
+            takes_returning=self._admission.takes_returning,
             oldest_wait_s=scheduler.oldest_wait_s(now),
             kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
             num_permits=self._gate.num_permits,

@@ -7,7 +7,9 @@ stopped count at once; starved and hung only after a time that a slow machine do
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,6 +30,28 @@ LEAST_STEP_S = 5.0
 FIRST_STEP_S = 60.0
 #: of what a step of a class took at most, what the next one of that class leaves over: one hiccup is forgotten
 _DECAY = 0.95
+
+
+class LossCause(enum.StrEnum):
+    """Why a rank is lost."""
+
+    #: its socket closed, or its process ended
+    GONE = "gone"
+    #: the kernel says so
+    STOPPED = "stopped"
+    #: no sign of life, or not where it should be in time
+    SILENT = "silent"
+    #: it does not come out of a step, or of waiting for its peers
+    HUNG = "hung"
+    #: it raised in a step; its process stays
+    FAILED = "failed"
+
+
+class Loss(NamedTuple):
+    """`why` in words that follow "rank 1 of 3 "."""
+
+    cause: LossCause
+    why: str
 
 
 class RankSign(msgspec.Struct, frozen=True):
@@ -54,13 +78,13 @@ class StepSign(msgspec.Struct, frozen=True):
     limit_s: float
 
 
-def lost_ranks(ranks: Iterable[RankSign], step: StepSign | None) -> dict[int, str]:
-    """Rank -> why it is lost, in words that follow "rank 1 of 3 ". Empty: all is fine."""
+def lost_ranks(ranks: Iterable[RankSign], step: StepSign | None) -> dict[int, Loss]:
+    """Rank -> why it is lost. Empty: all is fine."""
     ranks = list(ranks)
-    lost = {sign.rank: why for sign in ranks if (why := _why_lost(sign))}
+    lost = {sign.rank: loss for sign in ranks if (loss := _loss(sign)) is not None}
     if not lost and step is not None and step.age_s > step.limit_s:
         why = f"hangs in a step: {step.age_s:.1f} s, and {step.limit_s:.1f} s would be long"
-        lost = dict.fromkeys(culprits(ranks), why)
+        lost = dict.fromkeys(culprits(ranks), Loss(LossCause.HUNG, why))
     return lost
 
 
@@ -72,15 +96,16 @@ def culprits(ranks: Iterable[RankSign]) -> list[int]:
     return [sign.rank for sign in owing if not sign.waits_for_peers] or [sign.rank for sign in owing] or [0]
 
 
-def _why_lost(sign: RankSign) -> str:
+def _loss(sign: RankSign) -> Loss | None:
     if sign.ended:
-        return sign.ended
+        return Loss(LossCause.GONE, sign.ended)
     if sign.silent_s > ASK_AFTER_S and sign.is_stopped:
-        return f"is stopped (no sign of life for {sign.silent_s:.2f} s, and the kernel says so)"
+        why = f"is stopped (no sign of life for {sign.silent_s:.2f} s, and the kernel says so)"
+        return Loss(LossCause.STOPPED, why)
     patience_s = STARVED_AT_START_S if sign.is_starting else STARVED_S
     if sign.silent_s > patience_s:
-        return f"gave no sign of life for {sign.silent_s:.1f} s"
-    return ""
+        return Loss(LossCause.SILENT, f"gave no sign of life for {sign.silent_s:.1f} s")
+    return None
 
 
 class StepLimits:

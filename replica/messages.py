@@ -242,6 +242,8 @@ class ReplicaLoad(WireRecord, frozen=True):
     last_queued: tuple[int, float] | None = None
     #: False while it mends itself: alive, but nothing can be placed there
     is_ready: bool = True
+    #: it drains, was mended meanwhile, and takes returning requests until its time is up
+    takes_returning: bool = False
     #: places in the queue that are reserved for requests which routers hold
     num_permits: int = 0
 

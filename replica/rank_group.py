@@ -21,7 +21,8 @@ import msgspec
 
 from replica import group_health
 from replica.errors import EngineError, InvalidRequestError, RanksLostError, ShoalError
-from replica.group_health import RankSign, StepLimits, StepSign
+from replica.group_figures import GroupFigures
+from replica.group_health import Loss, LossCause, RankSign, StepLimits, StepSign
 from replica.rank_link import Endpoint, Grammar, Join, Lead, Leave, RankDoor, RankLink
 from replica.rank_seat import Launched, RankSeat, error_of
 from replica.step import RunnerInfo, StepPlan, StepResult
@@ -49,16 +50,27 @@ class Launcher(Protocol):
 
 
 class RankGroup:
-    """`size` ranks. `node` names the node of this process; `host`: where ranks of other nodes can reach it, if any."""
+    """`size` ranks. `node` names the node of this process; `host`: where ranks of other nodes can reach it, if any.
+    `tell` gets a sentence when ranks are lost, and one when the group is whole again.
+    """
 
     def __init__(
-        self, launcher: Launcher, size: int, node: str, host: str | None = None, use_shared_memory: bool = True
+        self,
+        launcher: Launcher,
+        size: int,
+        node: str,
+        host: str | None = None,
+        use_shared_memory: bool = True,
+        tell: Callable[[str], object] = lambda text: None,
     ) -> None:
         self._launcher, self._size, self._node, self._host = launcher, size, node, host
         self._use_shared_memory = use_shared_memory and HAS_SHARED_MEMORY
         #: called when ranks are lost; then `recover` mends the group
         self.on_loss: Callable[[], object] = lambda: None
         self.is_lost = False
+        self._tell = tell
+        self._figures = GroupFigures(size)
+        self.counters = self._figures.counters
         self._why = ""
         self._changed = asyncio.Event()
         self._generation = 0
@@ -82,7 +94,9 @@ class RankGroup:
         self._loop = asyncio.get_running_loop()
         self._pulse = Pulse(self._size)
         self._door = RankDoor(self._node, self._host, self._on_hello)
-        self._seats = [RankSeat(rank, self._size, self._pulse, self._on_seat) for rank in range(self._size)]
+        self._seats = [
+            RankSeat(rank, self._size, self._pulse, self._on_seat, self._figures.lost) for rank in range(self._size)
+        ]
         self._watcher = asyncio.create_task(self._watch(), name="shoal-ranks")
         began = time.monotonic()
         await self._begin_generation(is_first=True)
@@ -142,7 +156,10 @@ class RankGroup:
             else:
                 took = time.monotonic() - began
                 logger.warning("ranks %s were replaced, the group steps again after %.2f s", replaced, took)
+                self._figures.mended(took)
+                self._tell(f"whole again after {took:.1f} s; new: {_named(replaced)}")
                 return
+        self._tell(f"its ranks could not be started again, so it will be replaced: {why}")
         raise EngineError(f"the ranks could not be started again in {MAX_ATTEMPTS} attempts: {why}")
 
     async def _mend(self) -> list[int]:
@@ -151,8 +168,7 @@ class RankGroup:
         await self._wait(lambda: all(seat.has_left or seat.ended for seat in staying), LEAVE_S)
         for seat in staying:
             if not seat.has_left and not seat.ended:
-                logger.warning("%s did not leave its step within %.0f s and is killed as well", seat, LEAVE_S)
-                seat.kill()
+                seat.lose(Loss(LossCause.HUNG, f"did not leave its step within {LEAVE_S:.0f} s, and is killed as well"))
         lost = [seat.rank for seat in self._seats if seat.ended]
         await self._begin_generation(is_first=len(lost) == self._size)
         return lost
@@ -197,7 +213,7 @@ class RankGroup:
         if not await self._wait(settled, timeout_s):
             late = [seat.rank for seat in seats if not is_there(seat)]
             for rank in late:
-                seats[rank].lose(f"did not {what} within {timeout_s:g} s")
+                seats[rank].lose(Loss(LossCause.SILENT, f"did not {what} within {timeout_s:g} s"))
         if (error := error_of(seats)) is not None:
             raise error
 
@@ -245,11 +261,13 @@ class RankGroup:
         if rank == 0:
             link.on_result = self._on_result
         self._seats[rank].welcome(link)
+        self._count()
         self._changed.set()
 
     def _on_seat(self, seat: RankSeat) -> None:
         """Something was heard of a rank."""
         self._changed.set()
+        self._count()
         for done in seat.take_grammars():
             future = self._grammars.pop(done.grammar_id, None)
             if future is not None and not future.done():
@@ -258,7 +276,12 @@ class RankGroup:
                 else:
                     future.set_exception((InvalidRequestError if done.is_invalid else EngineError)(done.text))
         if self._is_stepping and (why := seat.ended or seat.failed):
+            if not seat.ended:
+                self._figures.lost(LossCause.FAILED)
             self._lose(f"{seat} {why}")
+
+    def _count(self) -> None:
+        self._figures.alive(sum(seat.is_alive for seat in self._seats))
 
     async def _watch(self) -> None:
         """Ranks that say nothing do not tell; so they are looked at."""
@@ -272,13 +295,13 @@ class RankGroup:
             began, num_tokens = self._step
             step = StepSign(now - began, self._limits.limit_s(num_tokens))
         signs: Iterable[RankSign] = (s.sign(self._num_frames) for s in self._seats if s.launched is not None)
-        for rank, why in group_health.lost_ranks(signs, step if self._is_stepping else None).items():
-            if not self._seats[rank].ended:
-                self._seats[rank].lose(why)
+        for rank, loss in group_health.lost_ranks(signs, step if self._is_stepping else None).items():
+            self._seats[rank].lose(loss)
 
     def _lose(self, why: str) -> None:
         """The generation is over: whoever waits for the step is told, survivors leave, `recover` does the rest."""
         logger.warning("all that runs is given back, and the ranks begin again, because %s", why)
+        self._tell(f"{why}; it begins again")
         self.is_lost = True
         self._end_generation(why)
         self.on_loss()
@@ -304,3 +327,9 @@ class RankGroup:
         held = [f"{weights / MIB:.1f}+{kv / MIB:.1f}" for weights, kv in (seat.held_bytes for seat in self._seats)]
         text = f"{self._size} ranks, MiB of weights+KV on each: {' '.join(held)}; {info.description}"
         return msgspec.structs.replace(info, description=text)
+
+
+def _named(ranks: list[int]) -> str:
+    if not ranks:
+        return "no rank, all stayed"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from replica.errors import ConfigError, EngineError, ModelLoadError, RanksLostError, ShoalError
-from replica.group_health import ASK_AFTER_S, RankSign
+from replica.group_health import ASK_AFTER_S, Loss, LossCause, RankSign
 from replica.rank_link import (
     Beat,
     DownMessage,
@@ -52,11 +52,18 @@ class Launched(Protocol):
 class RankSeat:
     """The place of rank `rank` of `size`; processes in it come and go."""
 
-    def __init__(self, rank: int, size: int, pulse: Pulse, on_change: Callable[[RankSeat], None]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        pulse: Pulse,
+        on_change: Callable[[RankSeat], None],
+        on_lost: Callable[[LossCause], None],
+    ) -> None:
         self.rank = rank
         self._size = size
         self._pulse = pulse
-        self._on_change = on_change
+        self._on_change, self._on_lost = on_change, on_lost
         self.launched: Launched | None = None
         self._reset()
 
@@ -132,12 +139,18 @@ class RankSeat:
         if self.link is not None:
             self.link.send_frame(frame)
 
-    def lose(self, why: str) -> None:
+    @property
+    def is_alive(self) -> bool:
+        """Its process is there and has come in."""
+        return self.link is not None and not self.ended
+
+    def lose(self, loss: Loss) -> None:
         """It does not count any more: it is killed, and whoever watches the group is told."""
         if not self.ended:
+            self.ended = loss.why
             if not self._is_stopping:
-                logger.warning("%s %s", self, why)
-            self.ended = why
+                logger.warning("%s %s", self, loss.why)
+                self._on_lost(loss.cause)
             self.kill()
             self._on_change(self)
 
@@ -214,11 +227,11 @@ class RankSeat:
 
     def _on_closed(self, link: RankLink) -> None:
         if link is self.link:
-            self.lose("is gone: its socket closed")
+            self.lose(Loss(LossCause.GONE, "is gone: its socket closed"))
 
     def _on_end(self, launched: Launched, how: str) -> None:
         if launched is self.launched:
-            self.lose(how)
+            self.lose(Loss(LossCause.GONE, how))
 
 
 def error_of(seats: Iterable[RankSeat]) -> ShoalError | None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import multiprocessing
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 
 import msgspec
@@ -27,6 +27,7 @@ class RunnerProcess:
     """Spawns the runner; awaits it from the event loop through the pipe's descriptor, without a thread."""
 
     is_lost = False
+    counters: Mapping[str, float] = {}
 
     def __init__(self, factory: Callable[[], ModelRunner]) -> None:
         self.on_loss: Callable[[], object] = lambda: None

@@ -12,7 +12,7 @@ import ctypes
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from replica.fake_runner import FakeModelRunner
 from replica.step import ModelRunner, RunnerInfo, StepPlan, StepResult
@@ -26,6 +26,7 @@ class RunnerThread:
     """
 
     is_lost = False
+    counters: Mapping[str, float] = {}
 
     def __init__(self, factory: Callable[[], ModelRunner]) -> None:
         self.on_loss: Callable[[], object] = lambda: None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from replica.step import RunnerInfo, StepPlan, StepResult
@@ -14,6 +14,11 @@ class StepRunner(Protocol):
 
     #: called when `is_lost` becomes True, in a step or between two
     on_loss: Callable[[], object]
+
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """What it counts of itself, for `ReplicaLoad.counters`; always the same object."""
+        ...
 
     @property
     def is_lost(self) -> bool:

@@ -46,9 +46,11 @@ class RankActor:
             self._callback("ended")
 
 
-def worker_group(config: EngineConfig, model_source: ModelSource, env_vars: dict[str, str]) -> RankGroup:
+def worker_group(
+    config: EngineConfig, model_source: ModelSource, env_vars: dict[str, str], tell: Callable[[str], object]
+) -> RankGroup:
     """The ranks of this replica, which runs in bundle 0 of a group with one bundle more for each rank. Starts nothing
-    yet. `config` is resolved.
+    yet. `config` is resolved; `tell` gets a sentence when ranks are lost, and one when all is whole again.
     """
     size = config.parallel.tensor_parallel_size
     group = ray.util.get_current_placement_group()
@@ -70,4 +72,4 @@ def worker_group(config: EngineConfig, model_source: ModelSource, env_vars: dict
 
     node = ray.get_runtime_context().get_node_id()
     host = str(ray.util.get_node_ip_address()) if config.parallel.ranks_may_be_remote else None
-    return RankGroup(launch, size, node, host)
+    return RankGroup(launch, size, node, host, tell=tell)

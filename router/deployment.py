@@ -100,6 +100,13 @@ class Router:
         self.backend.config_number = live.number
         self._app.state.edge.look_at_priorities(live.order_policy)
 
+    async def stopping(self, drain_s: float) -> None:
+        """`shoal serve` stops, and all goes: what is held for a replica is held no longer than that. Serve itself does
+        not tell that from a replica that is replaced.
+        """
+        logger.info("the server stops; what is held ends within %g s", drain_s)
+        self.backend.stop_holding(drain_s)
+
     async def configuration(self) -> dict[str, Any]:
         """For `shoal get` and `shoal set`: the configuration at the start, what lies over it, what Serve told last, and
         why that does not lie over it.

@@ -20,12 +20,10 @@ from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
 from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
+from router.patience import Patience
 from router.placement import Policy
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.tracked import State, Tracked
-
-#: a replica is told of so many held requests at once: as many as may be let in between two messages of it
-_MAX_WISHES = 8
 
 
 class Dispatcher:
@@ -38,6 +36,7 @@ class Dispatcher:
         self._requests: dict[RequestId, Tracked] = {}
         self._held = HeldRequests(config.priority_ageing_s)
         self._eligibility = Eligibility(self._held)
+        self._patience = Patience(config)
         #: what was decided, for `shoal why`; nothing is decided by it
         self.journal = Journal()
 
@@ -45,7 +44,7 @@ class Dispatcher:
         """Other rules from now on. Nobody is refused for it: who is held already keeps the time he was given, and above
         a lowered `max_held_requests` nobody more is held until enough have left.
         """
-        self._config = config
+        self._config = self._patience.config = config
         self._policy = policy
         self._held.order_by(config.priority_ageing_s)
 
@@ -134,7 +133,7 @@ class Dispatcher:
         """Tokens of the request are here."""
         request = self._requests[request_id]
         request.has_begun = request.is_returning = True
-        request.num_losses = 0
+        request.num_losses, request.resume_by = 0, None
 
     def finish(self, request_id: RequestId) -> None:
         """Its last sequence ended."""
@@ -175,9 +174,8 @@ class Dispatcher:
         request.was_shed |= refusal is RefusalReason.SHED
         self._eligibility.refused(request, view, refusal)
         # who has begun somewhere has time to find another place, also if this one closed its door just now
-        wait_s = self._config.resume_wait_s if request.is_returning else None
         # those behind it waited for this answer
-        return [*self._place_or_hold(request, now, wait_s), *self._offer(view, now)]
+        return [*self._place_or_hold(request, now, request.is_returning), *self._offer(view, now)]
 
     def on_shed(self, request_id: RequestId, now: float) -> list[Instruction]:
         """It had not begun, and its replica gave its place to a more urgent one: perhaps another one has room."""
@@ -202,6 +200,8 @@ class Dispatcher:
         if view is None:
             return []
         view.hear(load, now)
+        if not load.is_ready:
+            self._patience.sign(now)
         return self._offer(view, now)
 
     def on_moved(self, request_id: RequestId, now: float) -> list[Instruction]:
@@ -212,7 +212,7 @@ class Dispatcher:
         self.journal.note(request_id, now, GIVEN_BACK, replica=request.replica_id)
         request.replica_id = None
         request.is_returning = True
-        return self._place_or_hold(request, now, self._config.resume_wait_s)
+        return self._place_or_hold(request, now, is_replaced=True)
 
     def on_failed(self, request_id: RequestId, now: float) -> list[Instruction]:
         """The replica lives but its step failed: as a loss of this request alone, and not there again without news."""
@@ -224,8 +224,7 @@ class Dispatcher:
 
     def on_grant(self, replica_id: ReplicaId, grant: Grant, now: float) -> list[Instruction]:
         """A replica reserved places for who is held here."""
-        view = self.views.get(replica_id)
-        if view is None:
+        if (view := self.views.get(replica_id)) is None:
             return []
         view.permits.of(grant.tenant).hear(grant)
         return self._offer(view, now)
@@ -233,14 +232,7 @@ class Dispatcher:
     def asks(self, now: float) -> list[tuple[ReplicaId, Ask]]:
         """What to tell replicas of permits and of who is held: take it after each batch of instructions."""
         open_views = [view for view in self.views.values() if view.is_placeable(now)]
-        asks = []
-        for view in open_views:
-            for tenant in {*self._held.tenants(), *view.permits.tenants()}:
-                waiting, weight = self._held.first_of(tenant, _MAX_WISHES)
-                wishes = [self._held.wish(r) for r in waiting if self._eligibility.may_wish(r, view)]
-                if (ask := view.permits.of(tenant).next_ask(wishes, view.num_news, now, weight)) is not None:
-                    asks.append((view.replica_id, ask))
-        return asks
+        return [(view.replica_id, ask) for view in open_views for ask in self._eligibility.asks(view, now)]
 
     # ---- who is there ----
 
@@ -260,6 +252,11 @@ class Dispatcher:
         if replica_id in self.views:
             self.views[replica_id].is_draining = True
 
+    def on_stopping(self, at: float, now: float) -> list[Instruction]:
+        """The server stops, nothing will be replaced: what is held ends by `at`, whatever it waits for."""
+        self._patience.stop(at)
+        return self.on_time(now)
+
     def on_lost(self, replica_id: ReplicaId, now: float) -> list[Instruction]:
         """Its stream broke: whatever it worked on continues elsewhere, or waits for another replica."""
         if self.views.pop(replica_id, None) is None:
@@ -272,16 +269,15 @@ class Dispatcher:
     # ---- time ----
 
     def next_deadline(self) -> float | None:
-        """When a held request's time is up, in the caller's clock. Silence is seen by calling `on_time` once a
-        second.
-        """
-        return min((at for r in self._held if (at := r.ends_at) is not None), default=None)
+        """When a held request's time is up, in the caller's clock. For silence call `on_time` once a second."""
+        return min((at for r in self._held if (at := self._patience.ends_at(r)) is not None), default=None)
 
     def on_time(self, now: float) -> list[Instruction]:
         """Give up on requests that were held too long, and on replicas that have been silent too long."""
         instructions: list[Instruction] = []
+        is_vain = self._patience.is_stopping and not any(view.may_take_back(now) for view in self.views.values())
         for request in self._held:
-            if (ends_at := request.ends_at) is not None and ends_at <= now:
+            if is_vain or ((ends_at := self._patience.ends_at(request)) is not None and ends_at <= now):
                 instructions += self._give_up(request, now)
         for view in self.views.values():
             silence = now - view.load_at
@@ -298,13 +294,13 @@ class Dispatcher:
             )
         self._held.validate()
         for view in self.views.values():
-            sent = [r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id]
-            assert view.unanswered_sequences == sum(r.num_sequences for r in sent), f"{view.replica_id}: unanswered"
-            assert view.unanswered_tokens == sum(r.num_tokens for r in sent), f"{view.replica_id}: unanswered tokens"
+            view.validate(
+                r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id
+            )
 
     # ---- inside ----
 
-    def _place_or_hold(self, request: Tracked, now: float, wait_s: float | None = None) -> list[Instruction]:
+    def _place_or_hold(self, request: Tracked, now: float, is_replaced: bool = False) -> list[Instruction]:
         if request.is_overdue(now):
             return self._give_up(request, now)
         view = self._eligibility.choose(request, self.views.values(), self._policy, now)
@@ -321,21 +317,23 @@ class Dispatcher:
             request.state = State.HELD
             self._held.push(request)
             self._note_grounds(request, now, "held")
-        if request.held_until is None:
-            request.held_until = now + (request.hold_left_s if wait_s is None else wait_s)
-        if (ends_at := request.ends_at) is not None and ends_at <= now:
+        self._patience.begin(request, now, is_replaced)
+        if (ends_at := self._patience.ends_at(request)) is not None and ends_at <= now:
             instructions += self._give_up(request, now)
         return instructions
 
     def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
         """A replica has news: it takes held requests, the most urgent first, while it has room or they may push."""
         instructions: list[Instruction] = []
-        if not self._held or not view.is_placeable(now):
+        takes_back = view.takes_back(now)
+        if not self._held or not (takes_back or view.is_placeable(now)):
             return instructions
         # under overload this runs on every message of a full replica, so it must not look at every held request then
         last = view.load.last_queued
         draw = self._held.draw()
         for request in draw:
+            if takes_back and not request.is_returning:
+                break  # and so are all that follow
             if not (request.is_returning or view.has_room_for(1, request.tenant)):
                 is_behind = last is None or self._held.value(request.order_key) >= last[1]
                 if is_behind or view.unanswered_sequences > 0:
@@ -352,7 +350,7 @@ class Dispatcher:
         request.num_losses += 1
         if request.num_losses >= self._config.max_losses:
             return self._give_up(request, now)
-        return self._place_or_hold(request, now, self._config.resume_wait_s)
+        return self._place_or_hold(request, now, is_replaced=True)
 
     def _leave_silent(self, view: ReplicaView, is_given_up: bool, now: float) -> list[Instruction]:
         """Take back what a silent replica has not answered, and after a while also what it works on. It may wake up
@@ -391,7 +389,8 @@ class Dispatcher:
         return [word]
 
     def _give_up(self, request: Tracked, now: float) -> list[Instruction]:
-        return self._end_with(last_word(request, self.views.values(), self._config.max_losses, now), now)
+        word = last_word(request, self.views.values(), self._config.max_losses, now, self._patience.is_stopping)
+        return self._end_with(word, now)
 
     def _forget(self, request_id: RequestId, outcome: str) -> Tracked | None:
         self.journal.end(request_id, outcome)

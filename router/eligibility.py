@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
-from replica.messages import OrderKey, RefusalReason
+from replica.messages import Ask, OrderKey, RefusalReason
 from router.held_requests import HeldRequests
 from router.placement import Policy
 from router.refusals import Demand
 from router.replica_view import ReplicaView
 from router.tracked import Tracked
+
+#: a replica is told of so many held requests of a tenant at once: as many as may be let in between two messages of it
+_MAX_WISHES = 8
 
 
 class Eligibility:
@@ -20,15 +23,15 @@ class Eligibility:
 
     def choose(self, request: Tracked, views: Iterable[ReplicaView], policy: Policy, now: float) -> ReplicaView | None:
         """The policy's choice among those that may get it, or None."""
-        candidates = [view for view in views if view.is_placeable(now) and self.may_send(request, view)]
+        askable = [view for view in views if self.may_send(request, view)]
+        candidates = [view for view in askable if view.is_placeable(now)]
         if not request.is_returning:  # nobody is pushed out while there is room elsewhere
-            candidates = [
-                view for view in candidates if view.has_room_for(request.num_sequences, request.tenant)
-            ] or candidates
+            candidates = [v for v in candidates if v.has_room_for(request.num_sequences, request.tenant)] or candidates
+        candidates = candidates or [view for view in askable if request.is_returning and view.takes_back(now)]
         return policy(candidates) if candidates else None
 
     def may_send(self, request: Tracked, view: ReplicaView) -> bool:
-        """`view` is placeable."""
+        """As far as its queue is concerned."""
         has_permits = not request.is_returning and view.permits.num_available(request.tenant) >= request.num_sequences
         if request.tried.get(view.replica_id) == view.num_news and not has_permits:
             return False
@@ -54,6 +57,14 @@ class Eligibility:
     def may_wish(self, request: Tracked, view: ReplicaView) -> bool:
         """A place there would be of use to it."""
         return request.num_sequences <= view.load.queue_cap and not view.refusals.is_shed(self._demand(request))
+
+    def asks(self, view: ReplicaView, now: float) -> Iterator[Ask]:
+        """What to tell the replica of permits and of who is held."""
+        for tenant in {*self._held.tenants(), *view.permits.tenants()}:
+            waiting, weight = self._held.first_of(tenant, _MAX_WISHES)
+            wishes = [self._held.wish(request) for request in waiting if self.may_wish(request, view)]
+            if (ask := view.permits.of(tenant).next_ask(wishes, view.num_news, now, weight)) is not None:
+                yield ask
 
     def refused(self, request: Tracked, view: ReplicaView, reason: RefusalReason) -> None:
         """Remember what it may not be sent to before there is news."""

@@ -7,6 +7,7 @@ Counters come from the replicas, so every router exports the same ones; only the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,6 +30,10 @@ def _waiting(load: ReplicaLoad) -> int:
 def _deferred(load: ReplicaLoad) -> float:
     """Waiting for something else than room: a grammar that is being compiled."""
     return load.counters.get("waiting_for_grammar", 0)
+
+
+def _num_losses(cause: str, load: ReplicaLoad) -> float:
+    return load.counters.get(f"rank_losses_{cause}", 0)
 
 
 #: metric name, help text, how to read it from a load
@@ -75,7 +80,15 @@ _GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
         "Tokens that prompts could have in the last step beside streams.",
         lambda load: load.counters.get("prompt_token_limit", 0),
     ),
+    ("shoal_ranks", "Worker ranks of a replica; 0: it has none.", lambda load: load.counters.get("ranks", 0)),
+    ("shoal_ranks_alive", "Of these, those that are there.", lambda load: load.counters.get("ranks_alive", 0)),
+    (
+        "shoal_last_mending_seconds",
+        "How long the ranks took to be whole again the last time; 0: never.",
+        lambda load: load.counters.get("last_mending_s", 0),
+    ),
 )
+_LOSS_CAUSES = ("gone", "stopped", "silent", "hung", "failed")
 #: metric name, help text, key in `ReplicaLoad.counters`
 _COUNTERS = (
     ("vllm:num_preemptions", "Running sequences put back to waiting.", "preemptions"),
@@ -93,6 +106,7 @@ _COUNTERS = (
     ("shoal_prefix_cache_resets", "Times the prefix cache was emptied on request.", "prefix_cache_resets"),
     ("shoal_engine_prompt_tokens", "Prompt tokens of scheduled sequences.", _NUM_PROMPT_TOKENS),
     ("shoal_engine_generation_tokens", "Tokens sampled.", "generation_tokens"),
+    ("shoal_group_restarts", "Times the ranks of a replica were made whole again.", "group_restarts"),
     ("shoal_refused_submissions", "Submissions the replica refused.", "refused"),
 )
 #: metric name, kind, help text, label and how to read the value of each of its values
@@ -125,6 +139,13 @@ _BY_LABEL: tuple[
             ),
             ("local_cache_hit", lambda load: load.counters.get(_NUM_CACHED, 0)),
         ),
+    ),
+    (
+        "shoal_rank_losses",
+        CounterMetricFamily,
+        "Ranks that were lost.",
+        "cause",
+        tuple((cause, partial(_num_losses, cause)) for cause in _LOSS_CAUSES),
     ),
 )
 

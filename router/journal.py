@@ -155,11 +155,12 @@ def grounds(
 def _standing(view: ReplicaView, said_no_at: int | None, num_sequences: int, now: float) -> dict[str, Any]:
     if not view.is_connected:
         return {"replica": view.replica_id, "not": "not connected"}
-    if view.is_draining:
+    takes_back = view.takes_back(now)
+    if view.is_draining and not takes_back:
         return {"replica": view.replica_id, "not": "draining"}
     if not view.load.is_ready:
         return {"replica": view.replica_id, "not": "restarting its ranks"}
-    if not view.is_placeable(now):
+    if not (takes_back or view.is_placeable(now)):
         return {"replica": view.replica_id, "not": f"silent for {now - view.load_at:.1f} s"}
     standing: dict[str, Any] = {
         "replica": view.replica_id,

@@ -20,11 +20,15 @@ def retry_after_s(views: Collection[ReplicaView], now: float) -> float:
     return float(min(60, max(1, math.ceil(sum(load.num_queued for load in loads) / rate))))
 
 
-def last_word(request: Tracked, views: Collection[ReplicaView], max_losses: int, now: float) -> Refuse | Fail:
+def last_word(
+    request: Tracked, views: Collection[ReplicaView], max_losses: int, now: float, is_stopping: bool = False
+) -> Refuse | Fail:
     """`Fail` once it has begun or was lost too often, else `Refuse` with the reason."""
     request_id = request.request_id
     if request.num_losses >= max_losses:
         return Fail(request_id, f"{request.num_losses} replicas died or failed under this request")
+    if request.has_begun and is_stopping:
+        return Fail(request_id, "the server stops, and no replica was there to end this answer in time")
     if request.has_begun:
         return Fail(request_id, "the replica that generated this answer is gone, and no other has room")
     if request.is_overdue(now):

@@ -200,6 +200,11 @@ class LiveBackend:
             if replica_id not in self.dispatcher.views:
                 self._drop_client(replica_id)  # it was not connected: nothing to wait for
 
+    def stop_holding(self, within_s: float) -> None:
+        """The server stops: nothing is held any longer than that."""
+        now = self._clock()
+        self._carry_out(self.dispatcher.on_stopping(now + within_s, now))
+
     async def close(self) -> None:
         """End all streams to replicas; unfinished requests fail."""
         self._ticker.cancel()

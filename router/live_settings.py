@@ -10,8 +10,13 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
 
     admission_wait_s: float = 0.1
     max_held_requests: int = 1024
-    #: how long a request that lost its replica may wait for another: a replacement takes 1.2 to 1.7 s plus loading
-    resume_wait_s: float = 20.0
+    #: how long a request that lost its replica waits for another since the last sign that one is being mended. Of a
+    #: replacement there is no sign before it is up: 2 to 12 s with the fake runner (the latter on busy cores), and
+    #: loading
+    resume_wait_s: float = 30.0
+    #: and from its loss to its next token at most: three attempts to start ranks again and a replacement, of a minute
+    #: each, and `resume_wait_s`, rounded up
+    resume_limit_s: float = 300.0
     #: replicas in a row that may die or fail under one request, without a token in between, before it fails
     max_losses: int = 3
     #: a replica that has said nothing for so long is given up, though its stream still stands (SIGSTOP, cut network)

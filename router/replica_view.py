@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from replica.messages import ReplicaId, ReplicaLoad
 from router.permit_stock import PermitStocks
 from router.refusals import Refusals
+from router.tracked import Tracked
 
 #: replicas report at least once a second; three missed reports and nothing new is placed there
 MAX_SILENCE_S = 3.0
@@ -64,6 +67,16 @@ class ReplicaView:
         """Open, and heard from lately: a replica that was stopped (SIGSTOP) or cut off keeps its stream for a while."""
         return self.is_open and now - self.load_at <= MAX_SILENCE_S
 
+    def takes_back(self, now: float) -> bool:
+        """On its way out, but its ranks were lost and are whole again: it takes what it had to give back."""
+        is_there = self.is_connected and self.is_draining and now - self.load_at <= MAX_SILENCE_S
+        return is_there and self.load.is_ready and self.load.takes_returning
+
+    def may_take_back(self, now: float) -> bool:
+        """The same, or it may come to that: it is open, or mends itself."""
+        is_alive = self.is_connected and now - self.load_at <= MAX_SILENCE_S
+        return is_alive and (self.takes_back(now) or not self.load.is_ready or not self.is_draining)
+
     @property
     def outstanding_tokens(self) -> int:
         """Work in tokens: prompts to compute, plus the contexts that each further step reads."""
@@ -103,6 +116,12 @@ class ReplicaView:
         if self.is_placeable(now):
             return "up"
         return "silent" if self.load.is_ready else "restarting"
+
+    def validate(self, unanswered: Iterable[Tracked]) -> None:
+        """`unanswered`: the requests on their way there. Raises AssertionError if they are not the ones it counts."""
+        sent = list(unanswered)
+        assert self.unanswered_sequences == sum(r.num_sequences for r in sent), f"{self.replica_id}: unanswered"
+        assert self.unanswered_tokens == sum(r.num_tokens for r in sent), f"{self.replica_id}: unanswered tokens"
 
     def sent(self, num_sequences: int, num_tokens: int) -> None:
         """A request of ours is on its way there."""

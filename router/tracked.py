@@ -19,6 +19,7 @@ class Tracked:
     """One unfinished request. Times are in the dispatcher's clock."""
 
     __slots__ = (
+        "awaits_place",
         "deadline_at",
         "epoch",
         "has_begun",
@@ -32,6 +33,7 @@ class Tracked:
         "order_key",
         "replica_id",
         "request_id",
+        "resume_by",
         "state",
         "tenant",
         "tenant_weight",
@@ -70,6 +72,10 @@ class Tracked:
         #: a replica gave its place to a more urgent one
         self.was_shed = False
         self.held_until: float | None = None
+        #: it is held because it lost its replica
+        self.awaits_place = False
+        #: it lost its replica, and has to have its next token by then
+        self.resume_by: float | None = None
         #: its place among the held of its tenant; set while it is one of them
         self.held_key: tuple[float, int] = (0.0, 0)
         #: replicas that said no, with the number of their news at that moment: not again before there is newer news
@@ -79,13 +85,6 @@ class Tracked:
     @property
     def priority(self) -> int:
         return self.order_key[1]
-
-    @property
-    def ends_at(self) -> float | None:
-        """When it is given up if it is still held then. None: it is not held, or for ever."""
-        if self.deadline_at is None or self.is_returning or self.held_until is None:
-            return self.held_until
-        return min(self.held_until, self.deadline_at)
 
     def is_overdue(self, now: float) -> bool:
         """Its deadline has passed, and as far as is known it has not begun."""

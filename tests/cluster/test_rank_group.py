@@ -9,15 +9,17 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 
 from benchmarks.rank_processes import Processes
+from replica import engine as engine_module
 from replica import group_health
 from replica.config import CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.errors import EngineError, RanksLostError
 from replica.fake_runner import expected_output
-from replica.messages import FinishReason, RouterId, SamplingParams, Submit
+from replica.messages import FinishReason, RequestId, RouterId, SamplingParams, Submit
 from replica.rank_group import RankGroup
 from replica.step import NewSequence, StepPlan
 from replica.step_channel import SLOT_BYTES, encode_step
@@ -168,3 +170,70 @@ async def test_an_engine_gives_everything_back_and_takes_work_again() -> None:
     finally:
         await engine.close()
         await listener.task
+
+
+@asynccontextmanager
+async def engine_of_two() -> AsyncIterator[tuple[Engine, Processes, Listener]]:
+    """With one request that runs."""
+    launcher = Processes(2, "fake")
+    config = EngineConfig(cache=CacheConfig(block_size=16), scheduler=SchedulerConfig(max_num_batched_tokens=64))
+    engine = Engine(config, RankGroup(launcher, 2, "here"), incarnation="one")
+    await engine.start()
+    listener = Listener(engine, "router")
+    try:
+        listener.submit(request("runs", [1, 2, 3], 900))
+        await until(lambda: engine.core.scheduler.counters.steps > 10)
+        yield engine, launcher, listener
+    finally:
+        await engine.close()
+        await listener.task
+
+
+async def test_a_drain_waits_for_the_mending_and_takes_back_what_was_given_away() -> None:
+    async with engine_of_two() as (engine, launcher, listener):
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        await until(lambda: "runs" in listener.ends)
+        drained = asyncio.create_task(engine.drain(20.0))
+        await until(lambda: engine.core.load(0).is_ready)
+        assert not drained.done()
+        back = msgspec.structs.replace(request("back", [1, 2, 3], 5), is_returning=True)
+        listener.engine.handle(listener.link, Submit(back))
+        await drained
+        assert listener.ends["back"] is FinishReason.LENGTH
+        counters = engine.core.load(0).counters
+        assert (counters["rank_losses_gone"], counters["group_restarts"], counters["ranks_alive"]) == (1, 1, 2)
+
+
+async def test_a_loss_soon_after_another_one_is_waited_for_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was given back the first time has not come yet, and its time must not run out while ranks start again."""
+    monkeypatch.setattr(engine_module, "COME_BACK_S", 0.05)
+    async with engine_of_two() as (engine, launcher, _listener):
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        await until(lambda: not engine.core.load(0).is_ready)
+        await until(lambda: engine.core.load(0).is_ready)
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        await until(lambda: not engine.core.load(0).is_ready)
+        drained = asyncio.create_task(engine.drain(20.0))
+        await until(lambda: engine.core.load(0).is_ready or drained.done())
+        assert not drained.done()
+        await drained
+
+
+async def test_a_drain_does_not_wait_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of_two() as (engine, launcher, listener):
+        monkeypatch.setattr(RankGroup, "recover", lambda self: asyncio.Event().wait())
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        await until(lambda: "runs" in listener.ends)
+        began = time.monotonic()
+        await engine.drain(0.5)
+        assert 0.5 <= time.monotonic() - began < 3.0
+
+
+async def test_a_drain_of_an_idle_replica_waits_for_no_mending(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine_of_two() as (engine, launcher, listener):
+        engine.core.abort(listener.link.router_id, RequestId("runs"), 0.0)
+        await until(lambda: not engine.core.num_unfinished)
+        monkeypatch.setattr(RankGroup, "recover", lambda self: asyncio.Event().wait())
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        await until(lambda: not engine.core.load(0).is_ready)
+        await asyncio.wait_for(engine.drain(60.0), 5)

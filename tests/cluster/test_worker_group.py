@@ -35,8 +35,9 @@ def test_no_client_sees_a_loss_and_the_replica_serves_again(outcomes: dict[str, 
     assert found.errors == []
     assert found.num_streams > 0
     assert found.num_unhealthy == 0
-    assert found.noticed_s < 1.0
-    assert found.whole_s < 60.0
+    # a stopped process tells nobody: it is silent for three of its reports, and for three of Serve's checks
+    assert found.noticed_s < (5.0 if name == "replica_stopped" else 1.0)
+    assert found.whole_s < 40.0
 
 
 def test_ranks_do_not_outlive_their_replica(outcomes: dict[str, LossOutcome]) -> None:
@@ -45,24 +46,41 @@ def test_ranks_do_not_outlive_their_replica(outcomes: dict[str, LossOutcome]) ->
     assert found.num_orphans == 0
 
 
-def test_the_only_replica_takes_its_streams_back() -> None:
-    """Nowhere else to go: what had begun is held until the group steps again, and goes on with the same tokens."""
+def test_the_only_replica_takes_its_streams_back_also_while_the_server_stops() -> None:
+    """Nowhere else to go: what had begun is held until the group steps again, and goes on with the same tokens. The
+    second time SIGINT comes while it is mended: that is finished first, within `drain_s`.
+    """
     with ShoalProcess("--tensor-parallel-size", "2", "--set", "scheduler.max_num_seqs=8") as shoal:
 
         async def run() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=shoal.url, timeout=60) as client:
-                body = {"model": MODEL, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+                body = {"model": MODEL, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
                 bodies = [{**body, "prompt": [n + 3, 5, 6], "return_token_ids": True} for n in range(4)]
                 answers = [asyncio.create_task(client.post("/v1/completions", json=body)) for body in bodies]
-                has_begun = lambda: shoal.status()["replicas"][0]["step"] >= 40  # noqa: E731
-                await asyncio.to_thread(wait_until, has_begun, 30, "forty steps")
-                os.kill(rank_workers(shoal.process.pid)[0], signal.SIGKILL)
+                for step in (40, 80):
+                    await asyncio.to_thread(_until_step, shoal, step)
+                    os.kill(rank_workers(shoal.process.pid)[0], signal.SIGKILL)
+                await asyncio.to_thread(wait_until, lambda: _state(shoal) == "restarting", 10, "it is mended")
+                shoal.process.send_signal(signal.SIGINT)
                 return list(await asyncio.gather(*answers))
 
         for number, answer in enumerate(asyncio.run(run())):
             assert answer.status_code == 200, answer.text
-            expected = expected_output([number + 3, 5, 6], 200, vocab_size=49152, eos=frozenset({2}))
+            expected = expected_output([number + 3, 5, 6], 400, vocab_size=49152, eos=frozenset({2}))
             assert answer.json()["choices"][0]["token_ids"] == expected
+        assert shoal.process.wait(timeout=60) == 0
+    said = "".join(shoal.lines)
+    assert said.count("; it begins again") == 2
+    assert said.count("whole again after") == 2
+
+
+def _until_step(shoal: ShoalProcess, step: int) -> None:
+    is_there = lambda: _state(shoal) == "up" and shoal.status()["replicas"][0]["step"] >= step  # noqa: E731
+    wait_until(is_there, 30, f"step {step}")
+
+
+def _state(shoal: ShoalProcess) -> str:
+    return str(shoal.status()["replicas"][0]["state"])
 
 
 @pytest.mark.model

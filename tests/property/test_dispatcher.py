@@ -17,7 +17,12 @@ from router.replica_view import MAX_SILENCE_S, ReplicaView
 REPLICAS = [ReplicaId("x"), ReplicaId("y"), ReplicaId("z")]
 CAP = 3
 CONFIG = DispatcherConfig(
-    admission_wait_s=1.0, max_held_requests=4, resume_wait_s=5.0, max_losses=3, priority_ageing_s=10.0
+    admission_wait_s=1.0,
+    max_held_requests=4,
+    resume_wait_s=5.0,
+    max_losses=3,
+    priority_ageing_s=10.0,
+    resume_limit_s=12.0,
 )
 
 
@@ -44,6 +49,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.told_deadline = False
         #: (replica, request) refused by a limit on tokens since that replica's queue last changed
         self.refused_by: set[tuple[ReplicaId, RequestId]] = set()
+        #: of those that lost their replica: when, if there was no token since
+        self.lost_at: dict[RequestId, float] = {}
+        self.stops_at = float("inf")
 
     def carry_out(self, instructions: list[Instruction]) -> None:
         for instruction in instructions:
@@ -54,7 +62,9 @@ class DispatcherMachine(RuleBasedStateMachine):
                     assert self.alive[request_id] is None, "dispatched twice without an answer"
                     assert request_id not in self.accepted
                     view = self.dispatcher.views[replica_id]
-                    assert view.is_placeable(self.now)
+                    assert view.is_placeable(self.now) or (
+                        view.takes_back(self.now) and request_id in self.returning | self.begun
+                    )
                     if request_id not in self.returning | self.begun:
                         assert (replica_id, request_id) not in self.refused_by, "sent again without news"
                     if not view.has_room_for(0) and request_id not in self.returning | self.begun | self.lost:
@@ -84,11 +94,13 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.accepted.pop(request_id, None)
         self.losses[request_id] += 1
         self.lost.add(request_id)
+        self.lost_at.setdefault(request_id, self.now)
 
     def end(self, request_id: RequestId) -> None:
         del self.alive[request_id]
         self.accepted.pop(request_id, None)
         self.begun.discard(request_id)
+        self.lost_at.pop(request_id, None)
 
     @rule(
         n=st.integers(1, 4),
@@ -129,6 +141,19 @@ class DispatcherMachine(RuleBasedStateMachine):
         """A message without news of the queue: it must not bring on what was refused."""
         if (view := self.dispatcher.views.get(replica_id)) is not None:
             self.carry_out(self.dispatcher.on_load(replica_id, view.load, self.now))
+
+    @rule(replica_id=st.sampled_from(REPLICAS), is_whole=st.booleans())
+    def mend(self, replica_id: ReplicaId, is_whole: bool) -> None:
+        """Its ranks were lost, or are whole again; if it drains, what had begun may come back."""
+        load = ReplicaLoad(queue_cap=CAP, is_ready=is_whole, takes_returning=True)
+        self.refused_by = {pair for pair in self.refused_by if pair[0] != replica_id}
+        self.carry_out(self.dispatcher.on_load(replica_id, load, self.now))
+
+    @precondition(lambda self: self.count > 20)
+    @rule(within_s=st.sampled_from([0.0, 3.0]))
+    def stop(self, within_s: float) -> None:
+        self.stops_at = min(self.stops_at, self.now + within_s)
+        self.carry_out(self.dispatcher.on_stopping(self.now + within_s, self.now))
 
     @rule(replica_id=st.sampled_from(REPLICAS))
     def come_up(self, replica_id: ReplicaId) -> None:
@@ -178,6 +203,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         if what == "token":
             self.begun.add(request_id)
             self.losses[request_id] = 0
+            self.lost_at.pop(request_id, None)
             self.dispatcher.progressed(request_id)
         elif what == "finish":
             self.dispatcher.finish(request_id)
@@ -189,6 +215,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         elif what == "moved":
             del self.accepted[request_id]
             self.returning.add(request_id)
+            self.lost_at.setdefault(request_id, self.now)
             self.carry_out(self.dispatcher.on_moved(request_id, self.now))
         else:
             self.leave(request_id, self.accepted[request_id])
@@ -208,6 +235,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.carry_out(self.dispatcher.on_time(self.now))
         deadline = self.dispatcher.next_deadline()
         assert deadline is None or deadline > self.now, "a deadline that passed was not acted on"
+        for request_id, sent in self.alive.items():
+            if sent is None and request_id not in self.accepted:
+                lost_at = self.lost_at.get(request_id, self.now)
+                assert self.now < min(lost_at + CONFIG.resume_limit_s, self.stops_at), "held beyond all bounds"
 
     @invariant()
     def books_agree(self) -> None:

@@ -274,7 +274,7 @@ def test_held_time_is_one_sum() -> None:
 
 
 def test_a_deadline_ends_a_held_request_at_once_and_no_other() -> None:
-    dispatcher = make(A, admission_wait_s=10.0)
+    dispatcher = make(A, admission_wait_s=10.0, resume_wait_s=20.0)
     (refused,) = dispatcher.submit(rid(0), 1, 1, 5.0, deadline_at=5.0)
     assert isinstance(refused, Refuse)
     assert (refused.reason, refused.retry_after_s) == (RefusalReason.DEADLINE, 0.0)
@@ -289,7 +289,7 @@ def test_a_deadline_ends_a_held_request_at_once_and_no_other() -> None:
     dispatcher.on_reply(rid(2), 1, None, "", 6.0)
     dispatcher.progressed(rid(2))
     assert dispatcher.on_lost(A, 49.0) == []
-    assert dispatcher.next_deadline() == 69.0, "what has begun is brought to its end"
+    assert dispatcher.next_deadline() == 49.0 + 20.0, "what has begun is brought to its end"
 
 
 def crowded(queued: int, priority: int, tokens: int = 0) -> ReplicaLoad:
@@ -312,14 +312,16 @@ def test_who_was_shed_is_told_so_though_another_queue_was_full() -> None:
 
 
 def test_what_was_lost_before_it_began_is_not_held_longer_for_it_later() -> None:
-    dispatcher = make(A, admission_wait_s=0.1)
+    dispatcher = make(A, admission_wait_s=0.1, resume_wait_s=20.0)
     dispatcher.submit(rid(0), 1, 1, 0.0)
     dispatcher.on_reply(rid(0), 1, None, "", 0.0)
     assert dispatcher.on_lost(A, 0.5) == []
-    assert dispatcher.next_deadline() == 20.5, "a replacement may be coming"
+    assert dispatcher.next_deadline() == 0.5 + 20.0, "a replacement may be coming"
     dispatcher.add_replica(ReplicaView(A, "address", "incarnation"))
     dispatcher.on_load(A, ROOM, 0.6)
     assert dispatcher.on_connected(A, 0.6) == [Dispatch(rid(0), A, 2)]
+    dispatcher.add_replica(ReplicaView(B, "address", "incarnation"))
+    dispatcher.on_load(B, ReplicaLoad(is_ready=False), 0.7)  # it is not that what it waits for later
     dispatcher.on_load(A, FULL, 0.7)
     dispatcher.on_reply(rid(0), 2, None, "", 0.7)
     assert dispatcher.on_shed(rid(0), 0.8) == []

@@ -13,6 +13,7 @@ from replica.group_health import (
     STARVED_AT_START_S,
     STARVED_S,
     STEP_FACTOR,
+    LossCause,
     RankSign,
     StepLimits,
     StepSign,
@@ -23,16 +24,20 @@ from replica.group_health import (
 
 def test_a_rank_that_ended_is_lost_at_once() -> None:
     assert lost_ranks([RankSign(0), RankSign(1, ended="is gone: its socket closed")], None) == {
-        1: "is gone: its socket closed"
+        1: (LossCause.GONE, "is gone: its socket closed")
     }
 
 
 def test_stopped_and_starved_are_told_apart() -> None:
     silent = ASK_AFTER_S + 0.01
     assert lost_ranks([RankSign(0, silent_s=silent)], None) == {}
-    assert "is stopped" in lost_ranks([RankSign(0, silent_s=silent, is_stopped=True)], None)[0]
+    stopped = lost_ranks([RankSign(0, silent_s=silent, is_stopped=True)], None)[0]
+    assert stopped.cause is LossCause.STOPPED
+    assert "is stopped" in stopped.why
     assert lost_ranks([RankSign(0, silent_s=0.01, is_stopped=True)], None) == {}, "it may be woken again at once"
-    assert "no sign of life" in lost_ranks([RankSign(0, silent_s=STARVED_S + 1)], None)[0]
+    silent_for_long = lost_ranks([RankSign(0, silent_s=STARVED_S + 1)], None)[0]
+    assert silent_for_long.cause is LossCause.SILENT
+    assert "no sign of life" in silent_for_long.why
     assert lost_ranks([RankSign(0, silent_s=STARVED_S + 1, is_starting=True)], None) == {}
     assert lost_ranks([RankSign(0, silent_s=STARVED_AT_START_S + 1, is_starting=True)], None) != {}
 
@@ -56,12 +61,12 @@ def test_who_holds_up_a_step(signs: list[RankSign], expected: list[int]) -> None
     assert lost_ranks(signs, StepSign(4.9, 5.0)) == {}
     lost = lost_ranks(signs, StepSign(5.1, 5.0))
     assert list(lost) == expected
-    assert all("hangs in a step: 5.1 s" in why for why in lost.values())
+    assert all(loss.cause is LossCause.HUNG and "hangs in a step: 5.1 s" in loss.why for loss in lost.values())
 
 
 def test_who_is_known_to_be_dead_is_blamed_before_who_waits_for_it() -> None:
     signs = [RankSign(0, owes_step=True), RankSign(1, ended="is gone")]
-    assert lost_ranks(signs, StepSign(99, 5)) == {1: "is gone"}
+    assert lost_ranks(signs, StepSign(99, 5)) == {1: (LossCause.GONE, "is gone")}
 
 
 def test_a_limit_is_learned_by_size_and_never_less_than_some_seconds() -> None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from replica.group_figures import GroupFigures
+from replica.group_health import LossCause
 from replica.messages import STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad, Stages
+from router import engine_metrics
 from router.dispatcher import Dispatcher, DispatcherConfig
 from router.engine_metrics import render_metrics
 from router.http_metrics import HttpMetrics
@@ -70,10 +74,11 @@ def edge_metrics() -> HttpMetrics:
     return metrics
 
 
-def engine_text(told: dict[str, str] | None = None) -> bytes:
+def engine_text(told: dict[str, str] | None = None, **counters: float) -> bytes:
     dispatcher = Dispatcher(DispatcherConfig(), least_tokens)
     dispatcher.add_replica(ReplicaView(ReplicaId("a"), "address", "a"))
-    dispatcher.on_load(ReplicaId("a"), LOAD, 1.0)
+    load = msgspec.structs.replace(LOAD, counters=LOAD.counters | counters)
+    dispatcher.on_load(ReplicaId("a"), load, 1.0)
     return render_metrics(dispatcher, {ReplicaId("a"): told or {}}, "m", "r")
 
 
@@ -146,6 +151,22 @@ def test_zero_gaps_of_tokens_that_come_together_are_counted() -> None:
     family = families(metrics.text())["vllm:inter_token_latency_seconds"]
     assert (value(family, "_count"), value(family, "_sum")) == (4, 0.5)
     assert value(family, "_bucket", le="0.001") == 3
+
+
+def test_losses_of_ranks_by_every_cause_there_is() -> None:
+    assert {cause.value for cause in LossCause} == set(engine_metrics._LOSS_CAUSES)
+    figures = GroupFigures(3)
+    figures.alive(2)
+    figures.lost(LossCause.GONE)
+    figures.lost(LossCause.GONE)
+    figures.lost(LossCause.HUNG)
+    figures.mended(2.5)
+    found = families(engine_text({}, **figures.counters))
+    losses = found["shoal_rank_losses"]
+    assert [value(losses, "_total", cause=c) for c in engine_metrics._LOSS_CAUSES] == [2, 0, 0, 1, 0]
+    names = ("shoal_ranks", "shoal_ranks_alive", "shoal_last_mending_seconds")
+    assert [value(found[name]) for name in names] == [3, 2, 2.5]
+    assert value(found["shoal_group_restarts"], "_total") == 1
 
 
 def test_figures_of_a_replica() -> None:

@@ -352,6 +352,20 @@ def test_status_has_one_line_a_replica_with_what_matters() -> None:
     assert format_status(status | {"replicas": [fresh]}).splitlines()[-1].split()[-3:] == ["-", "-", "-"]
 
 
+def test_status_has_a_line_for_the_ranks_of_a_replica() -> None:
+    replica = {"replica_id": "a", "state": "up", "queued": 1, "queue_cap": 64, "returning": 0, "running": 2}
+    replica |= {"kv_blocks": 0, "kv_blocks_free": 0, "step": 0, "oldest_wait_s": 0.0, "kv_fragmentation": 0.0}
+
+    def line(**counters: float) -> str:
+        told = {"router_id": "r", "requests": 3, "held": 0, "replicas": [replica | {"counters": counters}]}
+        return format_status(told).splitlines()[-1].strip()
+
+    ranks: dict[str, float] = {"ranks": 2, "rank_losses_gone": 2, "rank_losses_hung": 1}
+    assert line(**ranks, ranks_alive=1) == "ranks 1 of 2, 3 lost so far"
+    mended = line(**ranks, ranks_alive=2, group_restarts=2, last_mending_s=1.23)
+    assert mended == "ranks 2 of 2, 3 lost so far, mended 2 times, the last time in 1.2 s"
+
+
 def test_time_without_a_replica_is_told_as_such() -> None:
     """Two kills: a stranger was told that no queue had room, and nothing of the time at the one that fell silent."""
     journal = Journal()
