@@ -116,7 +116,7 @@ def account(sequence: Sequence, block_size: int, now: float, queue: Queue) -> Se
         num_output_tokens=sequence.num_output_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
-        num_blocks=len(sequence.block_ids),
+        num_blocks=len(sequence.held_blocks),
         num_blocks_needed=-(-sequence.num_tokens // block_size),
         lacks_since=queue.lacks_since(sequence),
         num_ahead=num_ahead,
