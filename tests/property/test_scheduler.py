@@ -4,8 +4,9 @@ drains.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import msgspec
@@ -66,11 +67,23 @@ def scheduler_config(knobs: dict[str, Any]) -> SchedulerConfig:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(6, 20), caching=st.booleans(), knobs=KNOBS)
-    def build(self, num_blocks: int, caching: bool, knobs: dict[str, Any]) -> None:
+    #: None: every layer sees everything
+    windows: ClassVar[list[int | None]] = [None, None, 2, 5, 8, 9, 15]
+
+    @initialize(num_blocks=st.integers(6, 20), caching=st.booleans(), knobs=KNOBS, data=st.data())
+    def build(self, num_blocks: int, caching: bool, knobs: dict[str, Any], data: st.DataObject) -> None:
+        self.window = data.draw(st.sampled_from(self.windows))
         self.runner = FakeModelRunner(
-            num_blocks=num_blocks, block_size=BLOCK, max_model_len=64, vocab_size=VOCAB, eos_token_ids=()
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_model_len=64,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            window=self.window,
         )
+        # a prompt need not fit the pool where no token sees more of it than does
+        is_sliding = self.window is not None and 1 + math.ceil((self.window - 1) / BLOCK) <= num_blocks
+        self.capacity = 64 if is_sliding else min(64, num_blocks * BLOCK)
         self.config = EngineConfig(
             scheduler=scheduler_config(knobs),
             admission=AdmissionConfig(max_queued_requests=CAP),
@@ -141,7 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
         cap = self.config.admission.max_queued_requests
         room = max(0, cap - num_queued) + sum(map(len, weaker.values()))
         reply = self.core.submit(router, request, 0, self.now)
-        capacity = min(64, self.core.blocks.capacity_tokens)
+        capacity = self.capacity
         limit = self.config.scheduler.shed_above_queued_tokens
         if length + len(output) >= capacity:
             assert reply.refusal is RefusalReason.NEVER_FITS
@@ -232,7 +245,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.lanes_hold(plan)
         assert all(count > 0 for count in plan.num_scheduled)
         if not self.core.scheduler.policy.has_classes:
-            assert counters.displaced == 0
+            assert counters.displaced == displaced
         if counters.preemptions - preemptions > counters.displaced - displaced:
             assert len(self.core.scheduler.running) < running + 1, "a step that preempts for blocks admits nobody"
             assert not plan.new
@@ -328,7 +341,7 @@ class EngineMachine(RuleBasedStateMachine):
                 client.ends[item.index] = item.finish_reason
                 client.check_told(item, is_first)
                 self.check_given_up(client, item, newcomer)
-                client.check_tokens(item.index, min(64, self.core.blocks.capacity_tokens))
+                client.check_tokens(item.index, self.capacity)
                 if all(end is not None for end in client.ends):
                     del self.clients[(router, item.request_id)]
                     self.names[router].forget(item.request_id)
@@ -355,6 +368,17 @@ class EngineMachine(RuleBasedStateMachine):
             self.core.validate()
 
     @invariant()
+    def a_window_bounds_what_is_held(self) -> None:
+        if not hasattr(self, "core") or self.window is None or self.num_turns:
+            return
+        config = self.config.scheduler
+        if config.enable_chunked_prefill:
+            budget, threshold = config.max_num_batched_tokens or 0, config.long_prefill_token_threshold
+            chunk = max(min(budget, threshold or budget), 1 + config.num_speculative_tokens)
+            most = math.ceil((self.window + chunk) / BLOCK) + 1
+            assert max((len(s.held_blocks) for s in self.core.scheduler.running), default=0) <= most
+
+    @invariant()
     def the_load_is_that_of_a_walk_over_all(self) -> None:
         if not hasattr(self, "core"):
             return
@@ -366,7 +390,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert load.num_running == len(running)
         assert load.num_queued_prompt_tokens == sum(s.num_prompt_tokens for s in waiting)
         assert load.num_uncomputed_tokens == sum(s.num_uncomputed_tokens for s in [*waiting, *running])
-        assert load.num_context_tokens == sum(s.num_computed_tokens for s in running)
+        seen = 64 if self.window is None else self.window
+        assert load.num_context_tokens == sum(min(seen, s.num_computed_tokens) for s in running)
 
     def teardown(self) -> None:
         """Let everything end: it must end, exactly once, and leave every pool at baseline."""
