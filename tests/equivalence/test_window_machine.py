@@ -1,5 +1,5 @@
-"""The engine machine of `tests/property`, with windows alone and for longer: the fake runner looks at all that each token
-sees, so a block that was given back too early, or found without what stands before it, raises.
+"""The engine machine of `tests/property`, with windows alone and for longer: the fake runner looks at all that each
+token sees, so a block that was given back too early, or found without what stands before it, raises.
 """
 
 from __future__ import annotations
