@@ -58,8 +58,11 @@ def test_a_hit_ends_as_far_back_as_its_window_is_there(size: int) -> None:
     for _ in range(300):
         limit, share = rng.randrange(31), rng.choice([0.0, 0.5, 0.9, 1.0])
         cached = Counting(h for h in hashes if rng.random() < share)
-        before = max(1, window.num_before)
-        ends = [end for end in range(limit + 1) if set(hashes[max(0, end - before) : end]) <= cached]
+        ends = []
+        for end in range(limit + 1):
+            seen = {p // BLOCK for p in range(first_seen(end * BLOCK, max(size, 2)), end * BLOCK)}
+            if {hashes[index] for index in seen} <= cached:
+                ends.append(end)
         cached.num_looks = 0
         assert window.hit_end(hashes, cached, limit) == max(ends)
         assert cached.num_looks <= 2 * limit
@@ -140,18 +143,21 @@ def most_held(harness: Harness) -> int:
 @pytest.mark.parametrize("budget", [1, 7, 32])
 def test_a_prompt_of_many_windows_runs_in_a_pool_that_holds_a_few(budget: int, caching: bool) -> None:
     """60 blocks of prompt; what is held is at most ceil((window + chunk) / block) + 1, in the answer too."""
-    harness = sliding(10, 12, max_num_batched_tokens=budget, caching=caching)
+    harness = sliding(10, 11, max_num_batched_tokens=budget, caching=caching)
     prompt = [i % 97 for i in range(240)]
     assert harness.submit("long", prompt, max_tokens=30) is None
+    num_steps = 0
     bound = -(-(10 + budget) // BLOCK) + 1
     while (plan := harness.plan()) is not None:
         assert most_held(harness) <= bound
         if harness.core.scheduler.running and len(harness.tokens.get("long", [])) > 1:
             assert most_held(harness) <= -(-(10 + 1) // BLOCK) + 1, "in the answer a chunk is one token"
+        num_steps += 1
         harness.finish(plan)
+    assert num_steps == -(-240 // budget) + 29 + 1, "chunks are as long as without a window"
     assert harness.tokens["long"] == expected_output(prompt, 30, vocab_size=VOCAB)
     assert harness.ends["long"] is FinishReason.LENGTH
-    assert harness.core.blocks.num_free == 12
+    assert harness.core.blocks.num_free == 11
 
 
 def test_what_can_never_fit_is_told_by_the_window() -> None:
@@ -178,20 +184,25 @@ def test_several_long_prompts_run_side_by_side() -> None:
         assert harness.tokens[name] == expected_output(prompt, 20, vocab_size=VOCAB)
 
 
-def test_a_prompt_whose_blocks_others_share_takes_what_is_free() -> None:
-    """What it gives back does not become free, so there is less to take in front: it goes on in smaller pieces, or puts
-    somebody back; all come to their end.
+@pytest.mark.parametrize(("num_blocks", "is_short"), [(8, True), (12, False)])
+def test_a_prompt_whose_blocks_others_share_takes_what_is_free(num_blocks: int, is_short: bool) -> None:
+    """What it gives back does not become free, so there is less to take in front: it goes on in smaller pieces, and
+    when there is nothing it puts somebody back, as a stream would. Both come to their end.
     """
-    harness = sliding(16, 15, max_num_batched_tokens=8, long_prefill_token_threshold=4)
+    harness = sliding(16, num_blocks, max_num_batched_tokens=8, long_prefill_token_threshold=4)
     prompt = [i % 53 for i in range(120)]
-    for name in ("a", "b", "c"):
-        assert harness.submit(name, prompt, max_tokens=12) is None
+    assert harness.submit("a", prompt, max_tokens=12) is None
+    for _ in range(10):
         harness.step()
-        harness.step()
+    assert harness.submit("b", prompt, max_tokens=12) is None
+    harness.step()
+    assert harness.sequence("b").num_cached_tokens == 40
+    assert len(set(harness.sequence("a").held_blocks) & set(harness.sequence("b").held_blocks)) == 4
     harness.run()
-    for name in ("a", "b", "c"):
+    assert (harness.core.scheduler.counters.preemptions > 0) == is_short
+    for name in ("a", "b"):
         assert harness.tokens[name] == expected_output(prompt, 12, vocab_size=VOCAB)
-    assert harness.core.blocks.num_free == 15
+    assert harness.core.blocks.num_free == num_blocks
 
 
 def test_a_larger_chunk_while_it_runs() -> None:
