@@ -13,7 +13,7 @@ import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
+from replica.config import AdmissionConfig, CacheConfig, EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner, expected_output
 from replica.messages import (
@@ -31,39 +31,7 @@ from replica.router_output import RouterOutputs
 from replica.sequence import Sequence, Status
 from replica.step import StepPlan
 from router.sequence_names import SequenceNames
-from tests.property.engine_client import BLOCK, CAP, REPLICA, ROUTERS, VOCAB, Client
-
-KNOBS = st.fixed_dictionaries(
-    {
-        "max_num_batched_tokens": st.integers(1, 24),
-        "enable_chunked_prefill": st.booleans(),
-        "lanes": st.sampled_from([(0, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 2), (6, 2, 0), (0, 0, 1)]),
-        "max_num_seqs": st.integers(1, 5),
-        "watermark": st.sampled_from([0.0, 0.2]),
-        "policy": st.sampled_from(["fcfs", "priority", "sjf"]),
-        "priority_ageing_s": st.sampled_from([1.0, 1000.0]),
-        "sjf_ageing_tokens_per_s": st.sampled_from([1.0, 100.0]),
-        "admission_look_past": st.integers(0, 3),
-        "max_head_passes": st.integers(0, 3),
-        "preemption_victim": st.sampled_from(["policy", "cost"]),
-        "max_preemptions": st.integers(0, 2),
-        "shed_above_queued_tokens": st.sampled_from([0, 0, 40]),
-        "num_speculative_tokens": st.sampled_from([0, 3]),
-        "speculative_ngram": st.integers(1, 2),
-        "tpot_target_ms": st.sampled_from([0, 9]),
-    }
-)
-
-
-def scheduler_config(knobs: dict[str, Any]) -> SchedulerConfig:
-    """`lanes`: threshold, most long prompts, most prompts under way."""
-    threshold, max_long, max_partial = knobs["lanes"]
-    return SchedulerConfig(
-        long_prefill_token_threshold=threshold,
-        max_long_partial_prefills=max_long,
-        max_partial_prefills=max_partial,
-        **{name: value for name, value in knobs.items() if name != "lanes"},
-    )
+from tests.property.engine_client import BLOCK, CAP, KNOBS, REPLICA, ROUTERS, VOCAB, Client, scheduler_config
 
 
 class EngineMachine(RuleBasedStateMachine):
