@@ -233,14 +233,15 @@ class EngineCore:
         scheduler, blocks = self.scheduler, self.blocks.stats()
         waiting = (scheduler.queued, scheduler.returning, scheduler.blocked)
         counters = scheduler.counters
+        num_uncomputed, num_context = scheduler.running.count_tokens()
         num_used = blocks.num_blocks - blocks.num_free
         return ReplicaLoad(
             num_queued=scheduler.num_queued,
             num_returning=sum(map(len, waiting)) - scheduler.num_queued,
             num_running=len(scheduler.running),
             num_queued_prompt_tokens=sum(queue.num_prompt_tokens for queue in waiting),
-            num_uncomputed_tokens=sum(queue.num_tokens for queue in waiting) + scheduler.running.num_uncomputed_tokens,
-            num_context_tokens=scheduler.running.num_context_tokens,
+            num_uncomputed_tokens=sum(queue.num_tokens for queue in waiting) + num_uncomputed,
+            num_context_tokens=num_context,
             num_free_blocks=blocks.num_free,
             num_blocks=blocks.num_blocks,
             queue_cap=self._admission.cap,

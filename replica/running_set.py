@@ -93,16 +93,15 @@ class RunningSet:
         """Of the least urgent one; somebody runs."""
         return float(self._priority[self._order[: len(self)]].max())
 
-    @property
-    def num_context_tokens(self) -> int:
-        """Tokens with KV that the next ones see. Rows that nobody owns hold zeros, so no look at who runs is needed."""
-        if self._window is not None:
-            return int(np.minimum(self.num_computed, self._window).sum())
-        return int(self.num_computed.sum())
-
-    @property
-    def num_uncomputed_tokens(self) -> int:
-        return int(self.num_tokens.sum() - self.num_computed.sum())
+    def count_tokens(self) -> tuple[int, int]:
+        """Tokens that are to be computed, and those with KV that the next ones see. Rows that nobody owns hold zeros,
+        so no look at who runs is needed.
+        """
+        num_computed = int(self.num_computed.sum())
+        num_uncomputed = int(self.num_tokens.sum()) - num_computed
+        if self._window is None:
+            return num_uncomputed, num_computed
+        return num_uncomputed, int(np.minimum(self.num_computed, self._window).sum())
 
     @property
     def num_unfilled_slots(self) -> int:
