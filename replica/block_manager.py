@@ -117,6 +117,10 @@ class BlockManager:
     def num_hit_tokens(self, sequence: Sequence) -> int:
         return len(self.find_prefix(sequence)) * self.block_size
 
+    def num_needed(self, sequence: Sequence) -> int:
+        """Blocks that `admit` gives it, prefix hits included."""
+        return self._reach(sequence, 0)
+
     def num_missing(self, sequence: Sequence, keep_free: int) -> int:
         """Free blocks that `admit` would lack; 0 or less: it would go through."""
         hits = self.find_prefix(sequence)

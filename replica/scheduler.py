@@ -225,8 +225,8 @@ class Scheduler:
         living = self.living()
         if request_id:
             living, limit = [s for s in living if s.request_id == request_id], MAX_ACCOUNTS
-        queue, size = Queue(self._rules.admission.in_turn(), self._planned_at), self._blocks.block_size
-        accounts = [account(s, size, now, queue) for s in oldest(living, limit)]
+        queue = Queue(self._rules.admission.in_turn(), self._planned_at)
+        accounts = [account(s, self._blocks.num_needed(s), now, queue) for s in oldest(living, limit)]
         return accounts + (self.ended.of(request_id) if request_id else [])
 
     def invalidate(self, sequence: Sequence, message: str, now: float) -> Progress:
@@ -386,7 +386,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.finished_at = now
         self.counters.finished[reason] += 1
-        self.ended.add(sequence, self._blocks.block_size, now)
+        self.ended.add(sequence, self._blocks.num_needed(sequence), now)
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
         return self.queued if sequence.status is Status.QUEUED else self.returning
