@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from replica.admission import longest_sequence
 from replica.config import EngineConfig, resolve
 from replica.engine import Engine
 from replica.errors import ConfigError
@@ -99,8 +100,7 @@ class Replica:
         self.engine.configure(self.config, number)
         info = self.engine.core.info
         logger.info("%s", info.description)
-        if info.num_blocks * info.block_size < info.max_model_len:
-            room = info.num_blocks * info.block_size
+        if (room := longest_sequence(info)[0]) < info.max_model_len:
             logger.warning("the KV cache holds %d tokens, less than max_model_len %d", room, info.max_model_len)
         self._service = ReplicaService(self.engine)
         self.address = await self._service.start(ray.util.get_node_ip_address())

@@ -216,7 +216,7 @@ class ReplicaLoad(WireRecord, frozen=True):
     num_queued_prompt_tokens: int = 0
     #: known tokens without KV yet, over all unfinished sequences
     num_uncomputed_tokens: int = 0
-    #: tokens with KV, over the running sequences
+    #: tokens with KV that the next ones see, over the running sequences
     num_context_tokens: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0

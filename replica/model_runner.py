@@ -82,6 +82,9 @@ class TorchModelRunner:
         )
         eos = _eos_token_ids(folder)
         self._grammars = GrammarCompiler(folder / "tokenizer.json", self._model.vocab_size, eos)
+        window = self._model.window
+        #: of all layers; None: some layer sees everything, or no sequence gets longer than that
+        self._window = window if window is not None and window < max_len else None
         self._store_arguments = (
             self._block_size,
             self._num_blocks,
@@ -111,10 +114,11 @@ class TorchModelRunner:
             eos_token_ids=eos,
             model_fingerprint=self._fingerprint(loaded.digest, max_len),
             description=f"cpu, {config.model.dtype}, {threads} threads, {loaded.description}; {verdict}",
+            window=self._window,
         )
 
     def _new_store(self) -> SequenceStore:
-        return SequenceStore(*self._store_arguments, with_rules=not self._shard.rank)
+        return SequenceStore(*self._store_arguments, with_rules=not self._shard.rank, window=self._window)
 
     def _run_self_test(self, room: int) -> str:
         from replica.self_test import check_invariance

@@ -144,6 +144,8 @@ class StepIntake:
             return self.invalidate(sequence, message, now)
         if token_id is None:
             self._blocks.commit(sequence)
+            if sequence.num_uncomputed_tokens == 1:  # else the next `schedule` does it, and takes others in return
+                self._blocks.release_passed(sequence)
             return None
         sequence.append(token_id)
         self._counters.generation_tokens += 1
@@ -166,6 +168,7 @@ class StepIntake:
             sequence.first_token_at = now
         reason = self._stop_check(sequence, token_id)
         if reason is None:
+            self._blocks.release_passed(sequence)
             self._running.settle(sequence)
         else:
             self._finish(sequence, reason, now)
