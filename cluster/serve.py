@@ -8,22 +8,32 @@ import contextlib
 import json
 import logging
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
 
 from cluster.config import ClusterConfig
+from cluster.port_hold import PortHold
 from cluster.process_sweep import record_children, sweep_orphans
-from cluster.resources import NodeRoom, shortage
+from cluster.ray_start import (
+    PROXY_WAIT_S,
+    check_resources,
+    crash_files,
+    join_ray,
+    listens,
+    log_folder,
+    ray_address,
+    refuse_oversubscription,
+    serve_is_running,
+    set_environment,
+    start_ray,
+)
+from cluster.ray_words import cause
+from cluster.supervisor import Driver, Supervisor
+from cluster.terminal import new_log, say
 from replica.errors import ConfigError, ModelLoadError, ShoalError
 
 #: beyond `drain_s`: Serve's own steps, and the last messages
@@ -31,78 +41,101 @@ _DRAIN_SLACK_S = 40.0
 
 
 def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
-    """Blocks until a signal. Returns the exit code. Raises ConfigError or ShoalError before anything is left
-    running.
+    """Blocks until a signal, or until it cannot go on, and says what is to be said. Returns the exit code; nothing is
+    left running: 0 if it was told to stop, 1 failed, 2 wrong configuration, 128 + signal if streams were cut.
     """
+    attached = bool(os.environ.get("RAY_ADDRESS"))
+    supervisor = Supervisor(
+        new_log(port),
+        (host, port),
+        # nothing of a Ray of our own needs an orderly end before there are streams
+        before_ready_s=_DRAIN_SLACK_S if attached else 3.0,
+        stop_s=config.drain_s + _DRAIN_SLACK_S,
+    )
+    return supervisor.run(lambda driver: (_serve_attached if attached else _serve_alone)(config, host, port, driver))
+
+
+def _serve_alone(config: ClusterConfig, host: str, port: int, driver: Driver) -> int:
+    """With a Ray of our own. The supervisor ends whatever is left of it, so only streams need our care."""
     started = time.monotonic()
-    if not os.environ.get("RAY_ADDRESS"):
-        _check_port(host, port)
+    hold = PortHold(host, port)  # until the end: Serve may have to start its proxy anew
     config = _localize(config)
+    refuse_oversubscription(config)
     set_environment()
     for line in sweep_orphans():
-        _say(line)
-    has_deployed = False
-    with ThreadPoolExecutor(1) as pool:
-        # the model is fetched and converted while Ray starts: both take seconds
-        model = pool.submit(_prepare_model, config)
-        attached = _start_ray(config)
-        owns_serve = not _serve_is_running()
-        try:
-            if not attached:
-                record_children(_found_by(port))
-            _check_resources(config)
-            model.result()
-            _refuse_a_second_application(owns_serve)
-            has_deployed = True
-            _deploy(config, host, port)
-            if not attached:
-                record_children(_found_by(port))  # again: now with the replicas
-            if not owns_serve and not _listens(host, port):
-                _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
-            _say(f"replicas: {_describe_replicas(config, host, port)}")
-            _say(f"logs: {_log_folder()}  (a process that crashed: {_crash_files()})")
-            elapsed = time.monotonic() - started
-            _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
-            _wait_for_signal()
-            _say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")
-        except KeyboardInterrupt:
-            pass
-        finally:
-            _stop(owns_serve, has_deployed, config.drain_s + _DRAIN_SLACK_S)
+        say(line)
+    # the model is fetched and converted while Ray starts: both take seconds
+    model = ThreadPoolExecutor(1).submit(_prepare_model, config)
+    start_ray(config, driver, host, port)
+    record_children(_found_by(port))
+    check_resources(config)
+    model.result()
+    _deploy(config, host, port)
+    record_children(_found_by(port))  # again: now with the replicas
+    _serve_streams(config, host, port, driver, started)
+    hold.close()
     return 0
 
 
-def _stop(owns_serve: bool, has_deployed: bool, drain_s: float) -> None:
-    """Drain and end what was started here: our application, Serve if it was not there before, and a Ray of our own.
+def _serve_attached(config: ClusterConfig, host: str, port: int, driver: Driver) -> int:
+    """In a Ray that is there already, with Serve or without, and stays."""
+    import ray
+    from ray import serve
+
+    started = time.monotonic()
+    config = _localize(config)
+    set_environment()
+    join_ray(driver)
+    owns_serve, has_deployed = not serve_is_running(), False
+    try:
+        check_resources(config)
+        _prepare_model(config)
+        _refuse_a_second_application(owns_serve)
+        has_deployed = True
+        _deploy(config, host, port)
+        if not owns_serve and not listens(host, port):
+            say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
+        has_deployed = False  # what follows deletes it
+        _serve_streams(config, host, port, driver, started)
+    finally:
+        if has_deployed:
+            _delete_application(config.drain_s + _DRAIN_SLACK_S)
+        if owns_serve and not serve.status().applications:
+            serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def _serve_streams(config: ClusterConfig, host: str, port: int, driver: Driver, started: float) -> None:
+    """Until a signal; then let streams end. Another signal cuts them.
 
     The application goes first and alone: `serve.shutdown` takes the proxy away at once, and every open stream with it.
-    A second signal skips the draining.
     """
-    import ray
+    try:
+        try:
+            say(f"replicas: {_describe_replicas(config, host, port)}")
+            say(f"logs: {log_folder()}  (a process that crashed: {crash_files()}; what Ray says: {driver.log})")
+            elapsed = time.monotonic() - started
+            say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
+            driver.is_ready()
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")
+        _delete_application(config.drain_s + _DRAIN_SLACK_S)
+    except KeyboardInterrupt:
+        say("stopped at once")
+
+
+def _delete_application(drain_s: float) -> None:
+    """Serve waits 60 s for the end of an application and then raises; a drain may take longer."""
     from ray import serve
 
     from cluster.app import APP_NAME
 
-    with _quiet():
-        try:
-            if has_deployed:
-                _delete_application(APP_NAME, drain_s)
-            if owns_serve and not serve.status().applications:
-                serve.shutdown()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            ray.shutdown()
-
-
-def _delete_application(name: str, drain_s: float) -> None:
-    """Serve waits 60 s for the end of an application and then raises; a drain may take longer."""
-    from ray import serve
-
     end = time.monotonic() + drain_s
     while True:
         try:
-            serve.delete(name)
+            serve.delete(APP_NAME)
             return
         except TimeoutError:
             if time.monotonic() > end:
@@ -157,27 +190,6 @@ def _template_text(template: str) -> str:
     return text
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Ray prints that the controller's last task failed, because it was killed: true, intended, and nobody's news.
-
-    Parts of it write to the descriptors past Python, so the descriptors are what has to be turned away.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    saved = {number: os.dup(number) for number in (1, 2)}
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        for number in saved:
-            os.dup2(nowhere, number)
-        yield
-    finally:
-        for number, copy in saved.items():
-            os.dup2(copy, number)
-            os.close(copy)
-        os.close(nowhere)
-
-
 def _prepare_model(config: ClusterConfig) -> None:
     """Fetch and convert a built-in model, and hold the wish for a context against it."""
     from cluster import model_store
@@ -189,73 +201,9 @@ def _prepare_model(config: ClusterConfig) -> None:
         raise ConfigError(f"max_model_len: {config.max_model_len} is longer than the model's context of {limit}")
 
 
-def _start_ray(config: ClusterConfig) -> bool:
-    """True if an existing Ray (RAY_ADDRESS) was joined, False if one was started here."""
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        _say(f"joining Ray at {address}")
-        check_ray_address(address)
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ShoalError(f"cannot join Ray at RAY_ADDRESS={address}: {error}") from None
-        return True
-    _say("starting Ray")
-    of_replica = sum(bundle.get("CPU", 0) for bundle in replica_bundles(config))
-    needed = config.replicas.both * of_replica + config.router.replicas + 1
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, int(needed)),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        object_store_memory=100 << 20,  # nothing of ours goes through it
-    )
-    return False
-
-
-def replica_bundles(config: ClusterConfig) -> list[dict[str, float]]:
-    """What Ray reserves for one replica."""
-    return config.bundles or [{"CPU": config.num_cpus_per_replica}]
-
-
-def _check_resources(config: ClusterConfig) -> None:
-    """Raises ConfigError if the nodes that are there have no room, which Ray would wait for without a word."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    nodes = [
-        NodeRoom(node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    if short := shortage(replica_bundles(config), config.replicas.both, config.rank_placement, nodes):
-        raise ConfigError(f"resources: {short}")
-
-
 def _found_by(port: int) -> dict[str, object]:
     """What `shoal set` needs to find this cluster, from before the first answer on."""
     return {"port": port, "address": ray_address(), "auth_mode": os.environ.get("RAY_AUTH_MODE")}
-
-
-def ray_address() -> str:
-    """Where another process can join the Ray that this one is in."""
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def _serve_is_running() -> bool:
-    import ray
-
-    try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    except ValueError:
-        return False
-    return True
 
 
 def _refuse_a_second_application(owns_serve: bool) -> None:
@@ -270,40 +218,26 @@ def _refuse_a_second_application(owns_serve: bool) -> None:
         )
 
 
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=2).close()
-    except OSError:
-        return False
-    return True
-
-
-def check_ray_address(address: str) -> None:
-    """Ray waits for minutes and in silence for an address where nothing is; two seconds tell as well."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto", "local", "ray://...": Ray knows what to make of them
-    if not address.startswith("ray://") and not _listens(host.strip("[]"), int(port)):
-        raise ShoalError(f"RAY_ADDRESS={address}: nothing listens there")
-
-
 def _deploy(config: ClusterConfig, host: str, port: int) -> None:
     from ray import serve
+    from ray.serve._private import api, client
     from ray.serve.config import HTTPOptions, ProxyLocation
 
     from cluster.app import APP_NAME, build_from
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # on their way to stderr they only interrupt our own lines
+    api.HTTP_PROXY_TIMEOUT = PROXY_WAIT_S  # type: ignore[attr-defined]
+    client.HTTP_PROXY_TIMEOUT = PROXY_WAIT_S  # type: ignore[attr-defined]
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port, request_timeout_s=None, keep_alive_timeout_s=90),
     )
-    _say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
+    say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
     try:
         serve.run(build_from(config), name=APP_NAME, route_prefix="/", blocking=False)
     except RuntimeError:
         raise ShoalError(
-            f"the application did not start: {_why(APP_NAME)}\nlogs: {_log_folder()} and {_crash_files()}"
+            f"the application did not start: {_why(APP_NAME)}\nlogs: {log_folder()} and {crash_files()}"
         ) from None
 
 
@@ -314,25 +248,7 @@ def _why(app_name: str) -> str:
     application = serve.status().applications.get(app_name)
     if application is None:
         return ""
-    text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    errors = re.findall(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", plain, flags=re.MULTILINE)
-    own = [message for name, message in errors if name not in ("RuntimeError", "RayTaskError")]
-    return own[-1] if own else plain.strip()
-
-
-def _log_folder() -> str:
-    """Where routers and replicas log (`cluster/serve_logs.py`), and Serve as well."""
-    return os.path.join(_ray_logs(), "serve")
-
-
-def _crash_files() -> str:
-    """What a process writes past its loggers, a crash of native code above all."""
-    return os.path.join(_ray_logs(), "worker-*.err")
-
-
-def _ray_logs() -> str:
-    return os.path.join(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "session_latest", "logs")
+    return cause("\n".join([application.message, *(d.message for d in application.deployments.values())]))
 
 
 def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:
@@ -351,48 +267,3 @@ def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:
                 return "; ".join(sorted({replica["description"] for replica in replicas}))
         pause.wait(0.1)
     return "not heard of yet; see `shoal status`"
-
-
-def set_environment() -> None:
-    """Before `ray` is imported: Serve reads these when its modules load, in this process and in every one it starts."""
-    from cluster.serve_env import SERVE_ENV
-
-    for name, value in SERVE_ENV.items():
-        os.environ.setdefault(name, value)
-    if not os.environ.get("RAY_ADDRESS"):
-        # one machine: Ray's own ports and our data plane listen on loopback (the switch is named after the systems it
-        # was made for)
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-
-
-def _check_port(host: str, port: int) -> None:
-    if not 1 <= port <= 65535:
-        raise ConfigError(f"--port: {port} is not a port; allowed are 1 to 65535")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error.strerror}") from None
-
-
-def _wait_for_signal() -> None:
-    """Ray installs its own handlers in `init`; ours come after, so that `finally` above always runs."""
-    stop = threading.Event()
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        for each in numbers:  # the second one interrupts whatever the first began
-            signal.signal(each, signal.default_int_handler)
-
-    for number in numbers:
-        signal.signal(number, on_signal)
-    stop.wait()
-
-
-def _say(line: str) -> None:
-    print(f"shoal: {line}", file=sys.stderr, flush=True)
