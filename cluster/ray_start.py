@@ -9,6 +9,7 @@ import tempfile
 import threading
 
 from cluster.config import ClusterConfig
+from cluster.process_sweep import serve_replicas
 from cluster.resources import NodeRoom, shortage
 from cluster.supervisor import Driver
 from cluster.terminal import say
@@ -41,7 +42,7 @@ def refuse_oversubscription(config: ClusterConfig) -> None:
         say(f"{runners} {what} share {cores} cores: they will wait for each other")
 
 
-def start_ray(config: ClusterConfig, driver: Driver, host: str, port: int) -> None:
+def start_ray(config: ClusterConfig, driver: Driver) -> None:
     """A Ray of our own. If it ends before we do, the driver ends at once."""
     import ray
 
@@ -58,13 +59,13 @@ def start_ray(config: ClusterConfig, driver: Driver, host: str, port: int) -> No
         object_store_memory=100 << 20,  # nothing of ours goes through it
     )
     driver.hear_others()
-    threading.Thread(target=_watch, args=(driver, host, port), name="shoal-watch-ray", daemon=True).start()
+    threading.Thread(target=_watch, args=(driver,), name="shoal-watch-ray", daemon=True).start()
 
 
-def _watch(driver: Driver, host: str, port: int) -> None:
+def _watch(driver: Driver) -> None:
     """Without its GCS a driver waits for a minute in every call, and without its raylet it is ended without a word.
 
-    Told to end, both take 10 s to do so; Serve's proxy ends at once.
+    Told to end as everybody else, both take 10 s to do so; by then nobody answers the driver, and replicas are gone.
     """
     from ray._private import worker
 
@@ -78,8 +79,8 @@ def _watch(driver: Driver, host: str, port: int) -> None:
             if process.poll() is not None:
                 say(f"Ray's {name} ended (exit code {process.returncode}), and all else with it; see {driver.log}")
                 driver.end(1)
-        if driver.was_told_itself.is_set() and not listens(host, port):
-            say("the signal ended Ray's processes too, and every stream with them")
+        if driver.was_told_itself.is_set() and not serve_replicas(os.getpid(), "Replica"):
+            say("the signal ended Ray's processes too; streams that had not ended are cut")
             driver.end(1)
         pause.wait(0.1)
 

@@ -5,6 +5,7 @@ SIGTERM.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cluster.config import ClusterConfig
+from cluster.memory_room import available_bytes, memory_shortage, needs
 from cluster.port_hold import PortHold
 from cluster.process_sweep import record_children, sweep_orphans
 from cluster.ray_start import (
@@ -34,7 +36,9 @@ from cluster.ray_start import (
 from cluster.ray_words import cause
 from cluster.supervisor import Driver, Supervisor
 from cluster.terminal import new_log, say
+from replica.config import resolve
 from replica.errors import ConfigError, ModelLoadError, ShoalError
+from replica.hardware import detect_hardware
 
 #: beyond `drain_s`: Serve's own steps, and the last messages
 _DRAIN_SLACK_S = 40.0
@@ -64,9 +68,13 @@ def _serve_alone(config: ClusterConfig, host: str, port: int, driver: Driver) ->
     set_environment()
     for line in sweep_orphans():
         say(line)
-    # the model is fetched and converted while Ray starts: both take seconds
-    model = ThreadPoolExecutor(1).submit(_prepare_model, config)
-    start_ray(config, driver, host, port)
+    import ray  # noqa: F401  # whole, before parts of it are imported on a thread
+
+    # the model is fetched and converted while Ray starts: both take seconds; and Serve is imported, which takes one
+    beside = ThreadPoolExecutor(2)
+    model = beside.submit(_prepare_model, config, True)
+    beside.submit(importlib.import_module, "cluster.app")
+    start_ray(config, driver)
     record_children(_found_by(port))
     check_resources(config)
     model.result()
@@ -89,7 +97,7 @@ def _serve_attached(config: ClusterConfig, host: str, port: int, driver: Driver)
     owns_serve, has_deployed = not serve_is_running(), False
     try:
         check_resources(config)
-        _prepare_model(config)
+        _prepare_model(config, False)
         _refuse_a_second_application(owns_serve)
         has_deployed = True
         _deploy(config, host, port)
@@ -190,8 +198,10 @@ def _template_text(template: str) -> str:
     return text
 
 
-def _prepare_model(config: ClusterConfig) -> None:
-    """Fetch and convert a built-in model, and hold the wish for a context against it."""
+def _prepare_model(config: ClusterConfig, is_all_here: bool) -> None:
+    """Fetch and convert a built-in model, and hold what is wished against it: the context, and, if the whole cluster is
+    this machine, the memory.
+    """
     from cluster import model_store
 
     folder = model_store.resolve(config.model)
@@ -199,6 +209,10 @@ def _prepare_model(config: ClusterConfig) -> None:
     is_bound = config.runner == "torch" and limit is not None  # the fake runner has no weights
     if is_bound and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} is longer than the model's context of {limit}")
+    if is_all_here:
+        engine = resolve(config.engine_config(), detect_hardware(), config.replicas.both)
+        if short := memory_shortage(config, engine, needs(config, engine, folder), available_bytes()):
+            raise ConfigError(short)
 
 
 def _found_by(port: int) -> dict[str, object]:
@@ -228,6 +242,7 @@ def _deploy(config: ClusterConfig, host: str, port: int) -> None:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # on their way to stderr they only interrupt our own lines
     api.HTTP_PROXY_TIMEOUT = PROXY_WAIT_S  # type: ignore[attr-defined]
     client.HTTP_PROXY_TIMEOUT = PROXY_WAIT_S  # type: ignore[attr-defined]
+    client.CLIENT_POLLING_INTERVAL_S = 0.1  # type: ignore[attr-defined]  # 1: waits half a second too long at each end
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port, request_timeout_s=None, keep_alive_timeout_s=90),
