@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from cluster.config import ClusterConfig
@@ -68,12 +68,14 @@ def _serve_alone(config: ClusterConfig, host: str, port: int, driver: Driver) ->
     set_environment()
     for line in sweep_orphans():
         say(line)
-    import ray  # noqa: F401  # whole, before parts of it are imported on a thread
-
     # the model is fetched and converted while Ray starts: both take seconds; and Serve is imported, which takes one
     beside = ThreadPoolExecutor(2)
     model = beside.submit(_prepare_model, config, True)
+    import ray  # noqa: F401  # whole, before parts of it are imported on a thread
+
     beside.submit(importlib.import_module, "cluster.app")
+    if wait([model], 0.5).done:  # it was there: 50 ms, and Ray need not start for a refusal
+        model.result()
     start_ray(config, driver)
     record_children(_found_by(port))
     check_resources(config)

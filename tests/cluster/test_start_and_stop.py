@@ -46,9 +46,9 @@ def test_the_end_of_ray_is_the_end_with_a_sentence_and_the_rest_in_a_log() -> No
     assert Path(shoal.lines[-1].split()[-1]).is_file()
 
 
-def test_what_memory_cannot_hold_is_refused_before_a_replica_starts() -> None:
+def test_what_memory_cannot_hold_is_refused_before_ray_starts() -> None:
     shoal = ShoalProcess("--set", "kv_cache.kv_cache_gib=100000", fake=False)
     _, said = shoal.process.communicate(timeout=60)
     assert shoal.process.returncode == 2
     assert "100000.0 for KV (kv_cache.kv_cache_gib=100000 each); available are" in said
-    assert "deploying" not in said
+    assert "starting Ray" not in said

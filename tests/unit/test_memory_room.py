@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -19,15 +20,13 @@ HARDWARE = Hardware(2, 16 << 30, True)
 def model_folder(folder: Path, tensors: dict[str, list[int]]) -> Path:
     header, end = {}, 0
     for name, shape in tensors.items():
-        size = 2
-        for length in shape:
-            size *= length
+        size = 2 * math.prod(shape)
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
     (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3}
-    (folder / "config.json").write_text(json.dumps(shape))
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, "num_hidden_layers": 3}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
