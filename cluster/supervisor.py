@@ -48,12 +48,16 @@ class Driver:
 
     def is_ready(self) -> None:
         """From now on a stop may take its time: there are streams."""
-        os.write(self._report, _READY)
+        self._tell(_READY)
 
     def end(self, code: int) -> None:
         """At once, from any thread, without whatever Python and Ray do at their exit."""
-        os.write(self._report, _ENDED)
+        self._tell(_ENDED)
         os._exit(code)
+
+    def _tell(self, word: bytes) -> None:
+        with contextlib.suppress(OSError):  # it was killed: our end is near too
+            os.write(self._report, word)
 
 
 class Supervisor:
@@ -88,7 +92,8 @@ class Supervisor:
         os.close(writer)
         os.close(until_we_end)
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._on_signal)
         signal.signal(signal.SIGALRM, self._on_alarm)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         status = self._wait()

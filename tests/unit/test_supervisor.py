@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,10 +40,10 @@ raise SystemExit(Supervisor(Path(sys.argv[1]), ("127.0.0.1", 8000), 0.1, 30.0).r
 
 
 @contextmanager
-def running(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
+def running(tmp_path: Path, body: str, *before: str) -> Iterator[subprocess.Popen[str]]:
     """The program, from when it says that a child of it is up; at the end nobody may be left."""
     code = PROGRAM.format(body="\n".join(f"    {line}" for line in body.splitlines()))
-    command = [sys.executable, "-c", code, str(tmp_path / "log")]
+    command = [*before, sys.executable, "-c", code, str(tmp_path / "log")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
     line = process.stderr.readline()
@@ -54,10 +55,19 @@ def running(tmp_path: Path, body: str) -> Iterator[subprocess.Popen[str]]:
         process.kill()
         process.wait()
         process.stderr.close()
-        left = [pid for pid, began in family.items() if began and start_time(pid) == began and command_line(pid)]
+        left = alive(family)
+        if process.returncode == -signal.SIGKILL:  # then the driver sends the same, and nobody waits for what it does
+            pause = threading.Event()
+            while left := alive(family):
+                pause.wait(0.01)
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     assert left == []
+
+
+def alive(family: dict[int, int | None]) -> list[int]:
+    """A zombie has no command line."""
+    return [pid for pid, began in family.items() if began and start_time(pid) == began and command_line(pid)]
 
 
 def told(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -67,9 +77,11 @@ def told(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 WAIT = """
-process = started()
 driver.is_ready()
+process = child()
+process.stdout.readline()
 try:
+    say(f"started {process.pid}")
     threading.Event().wait()
 except KeyboardInterrupt:
     say("stopping" if process.poll() is None else "too late")
@@ -85,6 +97,13 @@ def test_what_is_left_is_ended_and_only_our_own_words_are_read(tmp_path: Path) -
 def test_a_signal_to_the_whole_group_reaches_only_the_supervisor(tmp_path: Path) -> None:
     with running(tmp_path, f"{WAIT}\nreturn 0") as process:
         os.killpg(process.pid, signal.SIGTERM)
+        assert told(process) == (0, "shoal: stopping\n")
+
+
+def test_nohup_is_respected(tmp_path: Path) -> None:
+    with running(tmp_path, f"{WAIT}\nreturn 0", "nohup") as process:
+        process.send_signal(signal.SIGHUP)  # would be the first, and the next one cut
+        process.send_signal(signal.SIGTERM)
         assert told(process) == (0, "shoal: stopping\n")
 
 
