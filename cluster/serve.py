@@ -123,11 +123,11 @@ def _serve_streams(config: ClusterConfig, host: str, port: int, driver: Driver, 
     """
     try:
         try:
+            driver.is_ready()  # some may have begun
             say(f"replicas: {_describe_replicas(config, host, port)}")
             say(f"logs: {log_folder()}  (a process that crashed: {crash_files()}; what Ray says: {driver.log})")
             elapsed = time.monotonic() - started
             say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
-            driver.is_ready()
             threading.Event().wait()
         except KeyboardInterrupt:
             say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")

@@ -121,6 +121,8 @@ class Supervisor:
 
     def _on_alarm(self, number: int, frame: FrameType | None) -> None:
         self._was_cut = self._has_said(_READY)
+        if self._was_cut and len(self._signals) == 1:
+            say(f"not everything ended within {self._stop_s:g} s; it is ended now")
         self._send(signal.SIGKILL)
 
     def _send(self, number: signal.Signals) -> None:
