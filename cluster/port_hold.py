@@ -13,6 +13,12 @@ import sys
 from replica.errors import ConfigError
 
 
+def check_port(port: int) -> None:
+    """Raises ConfigError for a number that is no port."""
+    if not 1 <= port <= 65535:
+        raise ConfigError(f"--port: {port} is not a port; allowed are 1 to 65535")
+
+
 class PortHold:
     """Two sockets that never listen: one bound to the port, one to a name that only `shoal serve` uses.
 
@@ -23,8 +29,6 @@ class PortHold:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        if not 1 <= port <= 65535:
-            raise ConfigError(f"--port: {port} is not a port; allowed are 1 to 65535")
         self._sockets = [socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)]
         try:
             bound = self._sockets[0]

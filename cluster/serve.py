@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cluster.config import ClusterConfig
 from cluster.memory_room import available_bytes, memory_shortage, needs
-from cluster.port_hold import PortHold
+from cluster.port_hold import PortHold, check_port
 from cluster.process_sweep import record_children, sweep_orphans
 from cluster.ray_start import (
     PROXY_WAIT_S,
@@ -48,6 +48,7 @@ def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
     """Blocks until a signal, or until it cannot go on, and says what is to be said. Returns the exit code; nothing is
     left running: 0 if it was told to stop, 1 failed, 2 wrong configuration, 128 + signal if streams were cut.
     """
+    check_port(port)
     attached = bool(os.environ.get("RAY_ADDRESS"))
     supervisor = Supervisor(
         new_log(port),

@@ -65,8 +65,3 @@ def test_no_connection_is_given_the_port() -> None:
             pytest.skip("this kernel cannot be asked for a connection from one port")
         with pytest.raises(OSError, match="Cannot assign requested address"):
             other.connect(server.getsockname())
-
-
-def test_what_is_no_port_is_said() -> None:
-    with pytest.raises(ConfigError, match="--port: 70000 is not a port; allowed are 1 to 65535"):
-        PortHold("127.0.0.1", 70000)
