@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 
 from cluster.ray_words import cause, overheard, why_no_start
@@ -40,3 +42,14 @@ def test_the_cause_is_what_was_raised_first_not_what_ray_wrapped_around_it() -> 
 def test_only_what_a_person_can_act_on_is_overheard() -> None:
     assert overheard("\x1b[33m(raylet)\x1b[0m 2 Workers (tasks / actors) killed due to memory pressure (OOM), 0 ...")
     assert not overheard("\x1b[33m(raylet)\x1b[0m A worker died or was killed while executing a task")
+
+
+def test_serve_still_reads_the_limits_that_are_changed_when_it_is_started() -> None:
+    """Ray is pinned, and these are no part of its API: `cluster/serve.py` sets them in these modules."""
+    from ray.serve._private import api, client, constants
+
+    assert "timeout=HTTP_PROXY_TIMEOUT" in inspect.getsource(api.serve_start)
+    source = inspect.getsource(client)
+    assert "timeout=HTTP_PROXY_TIMEOUT" in source
+    assert "time.sleep(CLIENT_POLLING_INTERVAL_S)" in source
+    assert 'get_env_float_positive(\n    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"' in inspect.getsource(constants)
