@@ -55,8 +55,8 @@ def test_processes_are_counted_by_what_they_import(tmp_path: Path) -> None:
         return needs(config, resolve(config.engine_config(), HARDWARE), folder).processes // MIB
 
     assert processes(runner="fake") == 660 + 140 + 90
-    assert processes() == 660 + 140 + 320
-    assert processes(tensor_parallel_size=3, **{"replicas.both": 2}) == 660 + 140 + 2 * (90 + 3 * 320)
+    assert processes() == 660 + 140 + 300
+    assert processes(tensor_parallel_size=3, **{"replicas.both": 2}) == 660 + 140 + 2 * (90 + 3 * 230)
     config = load({"runner": "fake"})
     assert needs(config, resolve(config.engine_config(), HARDWARE), folder).kv == 0, "the fake runner holds no KV"
 
