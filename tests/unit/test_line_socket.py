@@ -1,4 +1,4 @@
-"""Lines from replicas for the lines of `shoal serve`."""
+"""Lines from replicas for the terminal of `shoal serve`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_line_arrives_as_one_printable_line(lines: LineSocket) -> None:
     assert lines.receive() == "replica a: rank 1 of 2 is gone  [31mé"
 
 
-def test_a_lines_that_is_gone_or_never_was_disturbs_nobody(lines: LineSocket) -> None:
+def test_a_terminal_that_is_gone_or_never_was_disturbs_nobody(lines: LineSocket) -> None:
     name = lines.name
     lines.close()
     tell(name, "nobody hears it")
