@@ -120,6 +120,7 @@ def _localize(config: ClusterConfig) -> ClusterConfig:
     if config.model not in model_store.BUILTIN_MODELS:
         folder = model_store.resolve(config.model).absolute()
         if config.runner == "torch":
+            _check_memory(config, folder)
             _check_model(folder, config.max_model_len, config.num_ranks)
         is_hub_id = model_store.is_hub_id(config.model)
         # other nodes have a cache of their own: they get the commit, not the path
@@ -127,8 +128,10 @@ def _localize(config: ClusterConfig) -> ClusterConfig:
         update["served_model_name"] = config.served_name
         if is_hub_id and config.served_model_name is None:  # clients of other servers ask for the whole id
             update["served_model_name"] = config.model.partition("@")[0]
-    elif config.runner == "torch" and config.num_ranks > 1:  # fetched now, to be asked whether it can be cut
-        _check_model(model_store.resolve(config.model), config.max_model_len, config.num_ranks)
+    elif config.runner == "torch":
+        _check_memory(config)
+        if config.num_ranks > 1:  # fetched now, to be asked whether it can be cut
+            _check_model(model_store.resolve(config.model), config.max_model_len, config.num_ranks)
     if config.chat_template:
         update["chat_template"] = _template_text(config.chat_template)
     return config.model_copy(update=update)
@@ -142,6 +145,27 @@ def _check_model(folder: Path, max_model_len: int | None, num_ranks: int = 1) ->
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise ModelLoadError(result.stdout.strip() or result.stderr.strip().splitlines()[-1])
+    for line in result.stdout.splitlines():
+        if line.startswith("warning: "):
+            _say(line)
+
+
+def _check_memory(config: ClusterConfig, folder: Path | None = None) -> None:
+    """Raises ConfigError if the KV caches that were asked for are larger than this machine, where all replicas run. In
+    somebody else's Ray each replica asks its own.
+    """
+    from replica.config import resolve
+    from replica.config_checks import read_model_config
+    from replica.hardware import detect_hardware
+    from replica.memory_check import check_pool
+    from replica.models.families import parse
+
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    hardware, num_replicas = detect_hardware(), config.replicas.both
+    dtype = resolve(config.engine_config(), hardware, num_replicas).model.dtype
+    shape = parse(read_model_config(folder)) if folder else None
+    check_pool(config.kv_cache, hardware.memory_bytes, num_replicas, shape, 2 if dtype == "bfloat16" else 4)
 
 
 def _template_text(template: str) -> str:
@@ -183,6 +207,8 @@ def _prepare_model(config: ClusterConfig) -> None:
     from cluster import model_store
 
     folder = model_store.resolve(config.model)
+    if config.runner == "torch":
+        _check_memory(config, folder)
     limit = json.loads((folder / "config.json").read_text()).get("max_position_embeddings")
     is_bound = config.runner == "torch" and limit is not None  # the fake runner has no weights
     if is_bound and config.max_model_len is not None and config.max_model_len > limit:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from replica.config_fields import short
+from replica.config_fields import check_eos, short
 from replica.errors import ModelLoadError
 from replica.json_file import read_json
 
@@ -99,12 +99,7 @@ def check_numbers(path: Path, raw: Mapping[str, Any]) -> None:
         value = raw.get(field)
         if value is not None and not (isinstance(value, list) and all(isinstance(name, str) for name in value)):
             raise ModelLoadError(f"{path}: {field}={short(value)} cannot be; allowed is a list of names")
-    eos = raw.get("eos_token_id")
-    for one in eos if isinstance(eos, list) else [eos]:
-        if one is not None and not (type(one) is int and one >= 0):
-            raise ModelLoadError(
-                f"{path}: eos_token_id={short(eos)} cannot be; allowed are a token id or a list of them"
-            )
+    check_eos(path, raw)
 
 
 def brings_code(raw: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from replica.errors import ModelLoadError
@@ -32,6 +33,18 @@ def check_experts(per_token: int, num_experts: int) -> None:
             f"config.json: num_experts_per_tok={per_token} cannot be; the model has {num_experts} experts, "
             f"so allowed are 1 to {num_experts}"
         )
+
+
+def check_eos(where: Path | str, raw: Mapping[str, Any]) -> None:
+    """`eos_token_id` of `raw`, read from the file `where`. Raises ModelLoadError for what is neither a token id nor a
+    list of them.
+    """
+    eos = raw.get("eos_token_id")
+    for one in eos if isinstance(eos, list) else [eos]:
+        if one is not None and not (type(one) is int and one >= 0):
+            raise ModelLoadError(
+                f"{where}: eos_token_id={short(eos)} cannot be; allowed are a token id or a list of them"
+            )
 
 
 def short(value: Any) -> str:

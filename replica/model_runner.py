@@ -15,17 +15,19 @@ from numpy.typing import NDArray
 
 from replica.collective import Collective, NoPeers
 from replica.config import EngineConfig, resolve
-from replica.errors import ConfigError, EngineError, ModelLoadError
+from replica.errors import ConfigError, EngineError
 from replica.grammar import GrammarCompiler, GrammarError
 from replica.hardware import detect_hardware
 from replica.input_batch import InputBatch, SequenceStore
+from replica.memory_check import check_pool
 from replica.messages import TokenLogprobs
 from replica.models import kv_pool
 from replica.models.decoder import read_config
 from replica.models.decoder_config import ModelShape
-from replica.models.loading import LoadSettings, load_decoder
+from replica.models.loading import LoadSettings, check_ranks, load_decoder
 from replica.sampling_rules import prompt_logprobs
-from replica.shard import Shard, check_divides
+from replica.shard import Shard
+from replica.side_files import eos_token_ids
 from replica.step import RunnerInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -51,9 +53,10 @@ class TorchModelRunner:
         shard: Shard = Shard(),
         collective: Collective | None = None,
     ) -> None:
-        config = resolve(config, detect_hardware())
+        hardware = detect_hardware()
+        config = resolve(config, hardware)
         self._model = read_config(folder)
-        check_divides(self._model.to_cut, shard.size)
+        check_ranks(self._model, shard.size)
         assert shard.size == 1 or collective is not None, "ranks need something to talk over"
         self._shard, self._collective = shard, collective or NoPeers()
         self._dtype = _DTYPES[config.model.dtype]
@@ -62,6 +65,8 @@ class TorchModelRunner:
         torch.set_num_threads(threads)
         self._num_blocks = _pool_size(config, self._model, self._dtype, shard)
         self._block_size = config.cache.block_size
+        if not config.parallel.ranks_may_be_remote:  # they share the pool, and this machine
+            check_pool(config.cache, hardware.memory_bytes, 1, self._model, self._dtype.itemsize)
         settings = LoadSettings(
             dtype=self._dtype,
             num_blocks=self._num_blocks,
@@ -80,7 +85,7 @@ class TorchModelRunner:
             loaded.weight_bytes,
             self._num_blocks * kv_pool.block_bytes(self._model, self._block_size, self._dtype, shard),
         )
-        eos = _eos_token_ids(folder)
+        eos = eos_token_ids(folder)
         self._grammars = GrammarCompiler(folder / "tokenizer.json", self._model.vocab_size, eos)
         self._store_arguments = (
             self._block_size,
@@ -284,18 +289,3 @@ def _pool_size(config: EngineConfig, model: ModelShape, dtype: torch.dtype, shar
         return config.cache.num_blocks
     assert config.cache.kv_cache_gib is not None, "resolve() fills it"
     return kv_pool.count_blocks(model, config.cache.block_size, dtype, config.cache.kv_cache_gib, shard)
-
-
-def _eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            eos = json.loads(path.read_text()).get("eos_token_id")
-        except ValueError as error:
-            raise ModelLoadError(f"{path} is not JSON: {error}") from error
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (int(eos),)
-    return ()

@@ -8,6 +8,7 @@ company is replaced: linears, activations and rotary tables. Whether that was en
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,9 @@ from replica.input_batch import InputBatch
 from replica.models.decoder_config import ModelShape
 from replica.models.invariant_modules import make_invariant
 from replica.sampler import sample
+from replica.tensor_names import refuse_quantized, told_of_unread
 
+logger = logging.getLogger(__name__)
 ATTENTION_NAME = "shoal"
 #: what layers hand on to attention and what changes nothing in it
 _HARMLESS = {
@@ -115,7 +118,9 @@ class TransformersDecoder:
 
         AttentionInterface.register(ATTENTION_NAME, _attend)
         self.kernels = f"transformers {transformers.__version__}, torch {torch.__version__}, attention {attention.name}"
-        self.digest = Checkpoint(folder).digest()  # before transformers touches the files
+        checkpoint = Checkpoint(folder)
+        refuse_quantized(checkpoint.dtypes())
+        self.digest = checkpoint.digest()  # before transformers touches the files
         self._pool = pool
         self._attention = attention
         self._shape = shape
@@ -228,4 +233,6 @@ def _load(folder: Path, shape: ModelShape, dtype: torch.dtype) -> Any:
         if told.get(kind):
             names = sorted(map(str, told[kind]))
             raise ModelLoadError(f"{folder}: {kind.replace('_', ' ')} in the weights: {', '.join(names[:3])}")
+    if told.get("unexpected_keys"):
+        logger.warning("%s", told_of_unread(folder, sorted(map(str, told["unexpected_keys"]))))
     return model.eval()
