@@ -97,6 +97,11 @@ def format_status(status: Mapping[str, Any]) -> str:
             f"{100 * replica['kv_fragmentation']:>6.0f} % {hit_rate:>8} {counters.get('preemptions', 0):>9.0f} "
             f"{_steps(replica)}"
         )
+        if "self-test FAILED" in replica.get("description", ""):
+            lines.append(
+                f"{'':<12} its invariance self-test FAILED: an answer may depend on the requests beside it "
+                '(docs/models.md, "When the self-test fails")'
+            )
     if not status["replicas"]:
         lines.append("no replica is up")
     return "\n".join(lines)

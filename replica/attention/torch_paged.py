@@ -60,7 +60,7 @@ class TorchPagedAttention:
         limit = limit.view(tiles, TILE, 1).expand(tiles, TILE, group).reshape(tiles, TILE * group, 1)
         held = blocks[begin // block_size : -(-end // block_size)]
         length = -(-end // PIECE) * PIECE - begin
-        keys, values = _gather(pool, layer, held, begin % block_size, length)
+        keys, values = _gather(pool, layer, held, begin % block_size, end - begin, length)
 
         top = q.new_full((kv_heads, tiles, TILE * group, 1), -torch.inf)
         total, acc = torch.zeros_like(top), torch.zeros_like(q)
@@ -85,14 +85,14 @@ class TorchPagedAttention:
 
 
 def _gather(
-    pool: torch.Tensor, layer: int, blocks: torch.Tensor, skip: int, length: int
+    pool: torch.Tensor, layer: int, blocks: torch.Tensor, skip: int, known: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence and layer without the first `skip` slots of `blocks`, float32 [kv_heads, length, dim],
-    zeros after the last block.
+    zeros after the `known` ones: what an earlier owner of the last block left behind may be NaN, and 0 * NaN is NaN.
     """
     taken = pool[blocks.long(), :, layer].float()  # [blocks, kv_heads, 2, block_size, dim]
     kv_heads, dim = taken.shape[1], taken.shape[-1]
-    flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, skip : skip + length]
+    flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, skip : skip + known]
     padded = flat.new_zeros((2, kv_heads, length, dim))
     padded[:, :, : flat.shape[2]] = flat
     return padded[0], padded[1]

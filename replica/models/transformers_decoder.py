@@ -121,7 +121,7 @@ class TransformersDecoder:
         checkpoint = Checkpoint(folder)
         refuse_quantized(checkpoint.dtypes())
         self.digest = checkpoint.digest()  # before transformers touches the files
-        self._pool = pool
+        self.pool = pool
         self._attention = attention
         self._shape = shape
         self._model = _load(folder, shape, pool.dtype)
@@ -159,10 +159,10 @@ class TransformersDecoder:
             rows, wanted = rows.new_zeros(1), 0
         else:
             wanted = len(rows)
-        block_size = self._pool.shape[4]
+        block_size = self.pool.shape[4]
         place = (slots // block_size, slots % block_size)
         more = {"logits_to_keep": rows} if self._picks_rows else {}
-        _local.running = running = _Running(self._pool, self._attention, step, place)
+        _local.running = running = _Running(self.pool, self._attention, step, place)
         try:
             out = self._model(input_ids=tokens[None], position_ids=step.positions[None], use_cache=False, **more)
         finally:
@@ -179,8 +179,8 @@ class TransformersDecoder:
         """A few tokens in two steps through our cache, against transformers' own attention over all at once: what
         keeps a state of its own, or positions that ours does not see, comes out here. Raises ModelLoadError.
         """
-        count, block_size = sum(_TRIAL), self._pool.shape[4]
-        if count > min(max_len, self._pool.shape[0] * block_size):
+        count, block_size = sum(_TRIAL), self.pool.shape[4]
+        if count > min(max_len, self.pool.shape[0] * block_size):
             return
         tokens = torch.arange(3, 3 + count) % self._shape.vocab_size
         name = f"{folder.name}: {self._shape.architecture}"
@@ -197,15 +197,17 @@ class TransformersDecoder:
             raise ModelLoadError(f"{name} cannot run on our cache: {error}") from error
         except Exception as error:
             raise ModelLoadError(f"{name} cannot run on our cache: {type(error).__name__}: {error}") from error
-        self._pool[: -(-count // block_size)] = 0
+        if not torch.isfinite(expected).all():
+            raise ModelLoadError(f"{name} computes NaN or infinity, with transformers' own attention too")
+        self.pool[: -(-count // block_size)] = 0
         distance = float((torch.cat(found) - expected).abs().max() / (expected.max() - expected.min()))
-        if not distance <= _TRIAL_TOLERANCE[self._pool.dtype]:
+        if not distance <= _TRIAL_TOLERANCE[self.pool.dtype]:
             raise ModelLoadError(
                 f"{name} cannot run on our cache: logits are {distance:.2g} of their range away from transformers' own"
             )
 
     def _compute_trial(self, tokens: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-        end, block_size = begin + length, self._pool.shape[4]
+        end, block_size = begin + length, self.pool.shape[4]
         positions = torch.arange(begin, end)
         blocks = torch.arange(-(-len(tokens) // block_size), dtype=torch.int32)[None]
         step = AttentionStep(torch.tensor([0, length], dtype=torch.int32), positions, blocks)
