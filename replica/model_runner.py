@@ -219,17 +219,18 @@ class TorchModelRunner:
         """The chosen tokens as a result, drafts judged."""
         kept = self._store.append(batch, tokens)
         owners = [plan.seq_ids[i] for i in batch.sampled[kept].tolist()]
-        not_finite = sorted({owners[i] for i in np.flatnonzero(tokens[kept] == NOT_FINITE).tolist()})
+        chosen = tokens[kept].tolist()
         if self.capture_logits:
             rows: dict[int, list[int]] = {}
             for row, seq_id in zip(kept.tolist(), owners, strict=True):
                 rows.setdefault(seq_id, []).append(row)
             self.last_logits.update({seq_id: logits[of_one].clone() for seq_id, of_one in rows.items()})
-        if not batch.drafted and not not_finite:
-            return StepResult(plan.step, owners, tokens.tolist())
+        if not batch.drafted and NOT_FINITE not in chosen:  # 1 us for 256 rows
+            return StepResult(plan.step, owners, chosen)
+        not_finite = sorted({seq_id for seq_id, token_id in zip(owners, chosen, strict=True) if token_id == NOT_FINITE})
         first: dict[int, int] = {}
         more: dict[int, list[int]] = {}
-        for seq_id, token_id in zip(owners, tokens[kept].tolist(), strict=True):
+        for seq_id, token_id in zip(owners, chosen, strict=True):
             if seq_id in not_finite:
                 continue
             if seq_id in first:
