@@ -91,7 +91,8 @@ def check_numbers(path: Path, raw: Mapping[str, Any]) -> None:
         if value is not None and not isinstance(value, bool):
             raise ModelLoadError(f"{path}: {field}={short(value)} cannot be; allowed are true and false")
     window = raw.get("sliding_window")
-    if window is not None and not (type(window) is int and window > 0):
+    is_off = window == 0 and raw.get("use_sliding_window") is False  # as transformers writes Qwen2-MoE back
+    if window is not None and not is_off and not (type(window) is int and window > 0):
         raise ModelLoadError(
             f"{path}: sliding_window={short(window)} cannot be; allowed are whole numbers from 1, or null"
         )

@@ -27,12 +27,12 @@ def check_pool(
         allowed = f"at most {max(0, memory_bytes // num_pools // of_block)} blocks"
     elif cache.kv_cache_gib is not None:
         asked, what = int(cache.kv_cache_gib * GIB), f"kv_cache.kv_cache_gib={cache.kv_cache_gib:g}"
-        allowed = f"less than {memory_bytes / num_pools / GIB:.3g}"
+        allowed = f"less than {memory_bytes / num_pools / GIB:.2f}"
     else:
         return
     if asked * num_pools >= memory_bytes:
         each = f" for each of {num_pools} replicas" if num_pools > 1 else ""
         raise ConfigError(
-            f"{what} asks for {asked / GIB:.3g} GiB{each}, and this machine has {memory_bytes / GIB:.3g} GiB of memory "
+            f"{what} asks for {asked / GIB:.1f} GiB{each}, and this machine has {memory_bytes / GIB:.1f} GiB of memory "
             f"in all; allowed: {allowed}, and the weights need room too"
         )

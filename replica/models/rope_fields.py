@@ -75,13 +75,15 @@ def parse_rope(
         if entry.get(field) is None:
             raise ModelLoadError(f"config.json: rope type {kind!r} needs the field {field!r}")
     _check_numbers(entry)
-    theta = entry.get("rope_theta") or raw.get("rope_theta") or default_theta
-    share = entry.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if float(share) != 1.0 and not may_be_partial:
-        raise ModelLoadError(f"config.json: partial_rotary_factor={share!r} is not supported for this family")
-    for field, value in (("rope_theta", theta), ("factor", entry.get("factor", 1.0))):
+    theta = _first(entry.get("rope_theta"), raw.get("rope_theta"), default_theta)
+    share = _first(entry.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 1.0)
+    for field, value in (("rope_theta", theta), ("factor", entry.get("factor")), ("partial_rotary_factor", share)):
         if value is not None and not (math.isfinite(float(value)) and float(value) > 0):
             raise ModelLoadError(f"config.json: {field}={value!r} cannot be; allowed are numbers above 0")
+    if share > 1:
+        raise ModelLoadError(f"config.json: partial_rotary_factor={share!r} cannot be; allowed are numbers up to 1")
+    if float(share) != 1.0 and not may_be_partial:
+        raise ModelLoadError(f"config.json: partial_rotary_factor={share!r} is not supported for this family")
     rotary_dim = int(head_dim * float(share))
     parameters = {f: entry[f] for f in (*needed, *optional) if entry.get(f) is not None}
     if kind in ("llama3", "yarn", "longrope"):
@@ -96,6 +98,11 @@ def parse_rope(
     return RopeConfig(
         float(theta), rotary_dim, *(("default", {}) if kind in ("default", "dynamic") else (kind, parameters))
     )
+
+
+def _first(*values: Any) -> Any:
+    """Of those that are there; 0 is, and will be refused."""
+    return next(value for value in values if value is not None)
 
 
 def _check_numbers(entry: Mapping[str, Any]) -> None:

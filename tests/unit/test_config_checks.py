@@ -38,6 +38,15 @@ def test_a_good_one_is_given_back(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, {})) == {}
 
 
+def test_a_window_of_0_is_none_where_windows_are_off(tmp_path: Path) -> None:
+    """So transformers writes Qwen2-MoE's back."""
+    off = {"sliding_window": 0, "use_sliding_window": False}
+    assert read_model_config(write(tmp_path, off)) == off
+    for more in ({}, {"use_sliding_window": True}):
+        with pytest.raises(ModelLoadError, match="sliding_window=0 cannot be"):
+            read_model_config(write(tmp_path, {"sliding_window": 0, **more}))
+
+
 @pytest.mark.parametrize("is_nested", [False, True])
 @pytest.mark.parametrize(
     ("field", "value"),
