@@ -175,6 +175,9 @@ def _check_model(folder: Path, max_model_len: int | None, num_ranks: int = 1) ->
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise ModelLoadError(result.stdout.strip() or result.stderr.strip().splitlines()[-1])
+    for line in result.stdout.splitlines():
+        if line.startswith("warning: "):
+            say(line)
 
 
 def _template_text(template: str) -> str:

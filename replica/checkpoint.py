@@ -102,6 +102,14 @@ class Checkpoint:
         """All names."""
         return iter(self._where)
 
+    def dtypes(self) -> Iterator[tuple[str, str]]:
+        """(name, dtype as the file writes it) of all tensors."""
+        return ((name, file.places[name].dtype) for name, file in self._where.items())
+
+    def dtype(self, name: str) -> str:
+        """As the file writes it. Raises ModelLoadError if there is no tensor of this name."""
+        return self._file(name).places[name].dtype
+
     def num_bytes(self, name: str) -> int:
         """Of the whole tensor in the file. Raises ModelLoadError if there is none of this name."""
         return self._file(name).places[name].num_bytes

@@ -21,6 +21,7 @@ from replica.config import EngineConfig, resolve
 from replica.engine import Engine
 from replica.errors import ConfigError
 from replica.hardware import detect_hardware
+from replica.memory_check import check_pool
 from replica.messages import Role
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import PacedRunner, RunnerThread
@@ -83,9 +84,12 @@ class Replica:
     ) -> None:
         set_up_logs()
         at_start, number = settings(config, {})
-        self._resolve = partial(resolve, hardware=detect_hardware(), replicas_on_node=replicas_on_node)
+        hardware = detect_hardware()
+        self._resolve = partial(resolve, hardware=hardware, replicas_on_node=replicas_on_node)
         self._settings = partial(settings, config)
         self.config = self._resolve(at_start)
+        if not self.config.parallel.ranks_may_be_remote and self.config.model.runner == "torch":
+            check_pool(self.config.cache, hardware.memory_bytes, replicas_on_node)
         self._refused = ""
         self._told: Mapping[str, Any] = {}
         self.role = Role(role)

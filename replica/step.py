@@ -73,6 +73,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failed: dict[int, str] = {}
     #: seq_id -> the tokens after its first one, as many as drafts were accepted
     more: dict[int, list[int]] = {}
+    #: sequences for which the model computed NaN or infinity, so that there is no token to choose; not in `seq_ids`
+    not_finite: list[int] = []
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):

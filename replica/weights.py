@@ -12,6 +12,7 @@ from replica.checkpoint import Checkpoint
 from replica.errors import ModelLoadError
 from replica.models.decoder_config import DecoderConfig
 from replica.shard import Shard
+from replica.tensor_names import FLOATS, refuse_quantized
 
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 #: `DecoderConfig.norms` -> names of the norms before attention, behind it, before the MLP, behind it
@@ -88,6 +89,8 @@ class WeightReader:
         self.num_bytes = 0
         self._dtype = dtype
         self._checkpoint = Checkpoint(folder)
+        refuse_quantized(self._checkpoint.dtypes())
+        self._asked: set[str] = set()
         self._headers_only = headers_only
         heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
         self._q = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
@@ -101,6 +104,9 @@ class WeightReader:
         part: slice | None = None,
         dim: int = 0,
     ) -> torch.Tensor:
+        self._asked.add(name)
+        if (kind := self._checkpoint.dtype(name)) not in FLOATS:
+            raise ModelLoadError(f"tensor {name} has dtype {kind}; allowed are {', '.join(FLOATS)}")
         found = self._checkpoint.shape(name)
         if found != shape:
             raise ModelLoadError(f"tensor {name} has shape {found}, config.json asks for {shape}")
@@ -227,6 +233,10 @@ class WeightReader:
             gate_up=[self._gate_up(name, experts.matrix_names, inner) for name in names],
             down=[self._down(name + experts.matrix_names[2], inner) for name in names],
         )
+
+    def unread(self) -> list[str]:
+        """Tensors of the files that nobody has asked for, but for tables that old checkpoints keep and all compute."""
+        return sorted(n for n in self._checkpoint if n not in self._asked and not n.endswith("rotary_emb.inv_freq"))
 
     def digest(self) -> str:
         """See `Checkpoint.digest`."""

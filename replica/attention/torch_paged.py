@@ -62,7 +62,7 @@ class TorchPagedAttention:
         # Of the first piece, blocks that no row sees may be somebody else's by now: zeros stand there.
         held = blocks[first_seen // block_size : -(-end // block_size)]
         length = -(-end // PIECE) * PIECE - begin
-        keys, values = _gather(pool, layer, held, first_seen // block_size * block_size - begin, length)
+        keys, values = _gather(pool, layer, held, first_seen // block_size * block_size - begin, end - begin, length)
 
         top = q.new_full((kv_heads, tiles, TILE * group, 1), -torch.inf)
         total, acc = torch.zeros_like(top), torch.zeros_like(q)
@@ -87,15 +87,16 @@ class TorchPagedAttention:
 
 
 def _gather(
-    pool: torch.Tensor, layer: int, blocks: torch.Tensor, at: int, length: int
+    pool: torch.Tensor, layer: int, blocks: torch.Tensor, at: int, known: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of one sequence and layer, float32 [kv_heads, length, dim], with `blocks` from row `at` on; what lies
-    before row 0 is left out, zeros stand before and after the blocks.
+    before row 0 is left out. Zeros stand before the blocks and from row `known` on: what an earlier owner of the last
+    block left behind may be NaN, and 0 * NaN is NaN.
     """
     taken = pool[blocks.long(), :, layer].float()  # [blocks, kv_heads, 2, block_size, dim]
     kv_heads, dim = taken.shape[1], taken.shape[-1]
     flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, max(0, -at) :]
     padded = flat.new_zeros((2, kv_heads, length, dim))
     begin = max(0, at)
-    padded[:, :, begin : begin + flat.shape[2]] = flat[:, :, : length - begin]
+    padded[:, :, begin : min(known, begin + flat.shape[2])] = flat[:, :, : known - begin]
     return padded[0], padded[1]

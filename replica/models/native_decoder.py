@@ -102,7 +102,8 @@ class NativeDecoder:
         self._library = library
         self._vocab_size = config.vocab_size
         self.kernels = f"native {library.isa}"
-        self._keep: list[torch.Tensor] = [pool]
+        self.pool = pool
+        self._keep: list[torch.Tensor] = []
         self._arena = Arena(library, packed_bytes(config, pool.dtype.itemsize))
         layers = (Layer * config.num_layers)()
         for i, weights in enumerate(reader.layers()):

@@ -62,7 +62,7 @@ class TorchDecoder:
         self._shard = reader.shard
         #: query heads and KV heads of this rank
         self._num_heads, self._num_kv_heads = reader.config.num_heads // reader.shard.size, pool.shape[1]
-        self._pool = pool
+        self.pool = pool
         self._attention = attention
         self._layers = [_Layer(weights, self.config, i) for i, weights in enumerate(reader.layers())]
         self._embedding = reader.embedding()
@@ -86,7 +86,7 @@ class TorchDecoder:
         embedded = self._embedding[torch.from_numpy(batch.token_ids).long()].float()
         hidden[:count] = embedded * self._embedding_multiplier
         rotations = [(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._ropes]
-        block, offset = np.divmod(batch.slots, self._pool.shape[4])
+        block, offset = np.divmod(batch.slots, self.pool.shape[4])
         place = (torch.from_numpy(block), torch.from_numpy(offset))
         for index, layer in enumerate(self._layers):
             rotation = None if layer.rope is None else rotations[layer.rope]
@@ -126,11 +126,11 @@ class TorchDecoder:
         q, k = self._qk_norms(vectors, q, k)
         if rotation is not None:
             q, k = _rotate(q, *rotation), _rotate(k, *rotation)
-        self._pool[place[0], :, index, 0, place[1]] = k.to(self._pool.dtype)
-        self._pool[place[0], :, index, 1, place[1]] = v.to(self._pool.dtype)
-        mixed = torch.zeros((len(hidden), self._num_heads * self.config.head_dim), dtype=self._pool.dtype)
-        query = q.to(self._pool.dtype)
-        mixed[:count] = self._attention(query, self._pool, index, step, layer.mask).reshape(count, -1)
+        self.pool[place[0], :, index, 0, place[1]] = k.to(self.pool.dtype)
+        self.pool[place[0], :, index, 1, place[1]] = v.to(self.pool.dtype)
+        mixed = torch.zeros((len(hidden), self._num_heads * self.config.head_dim), dtype=self.pool.dtype)
+        query = q.to(self.pool.dtype)
+        mixed[:count] = self._attention(query, self.pool, index, step, layer.mask).reshape(count, -1)
         return self._behind(layer.o(mixed).float(), vectors.o_bias, vectors.attention_out_norm)
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor, count: int) -> torch.Tensor:
@@ -142,7 +142,7 @@ class TorchDecoder:
         gate_up = layer.gate_up(x).float()
         if vectors.gate_up_bias is not None:
             gate_up = gate_up + vectors.gate_up_bias
-        inner = gated(self.config.activation, gate_up).to(self._pool.dtype)
+        inner = gated(self.config.activation, gate_up).to(self.pool.dtype)
         return self._behind(layer.down(inner).float(), vectors.down_bias, vectors.mlp_out_norm)
 
     def _behind(self, part: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None) -> torch.Tensor:
@@ -172,7 +172,7 @@ class TorchDecoder:
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """What a linear takes: normed where there is a norm before it, in the pool's dtype."""
-        return (x if weight is None else self._norm(x, weight)).to(self._pool.dtype)
+        return (x if weight is None else self._norm(x, weight)).to(self.pool.dtype)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab]; no rows but on rank 0"""
