@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.family_check import make_runner
 from cluster import model_store
 from cluster.config import load
-from cluster.serve import _check_model, _localize, _template_text
+from cluster.serve import _check_model, _prepare_model, _template_text
 from replica.check_model import check, check_tokenizer
 from replica.config import CacheConfig, EngineConfig, ModelConfig
 from replica.errors import ConfigError, ModelLoadError
@@ -257,8 +257,8 @@ def test_a_cache_larger_than_the_machine(tiny_folder: FolderOf) -> None:
     """Before Ray is started, for a folder in blocks as well."""
     for field, value in (("kv_cache_gib", 1e6), ("num_blocks", 1 << 30)):
         config = load({"model": str(tiny_folder("llama")), "kv_cache": {field: value}})
-        with pytest.raises(ConfigError, match=rf"kv_cache\.{field}=.* asks for .* this machine has .* allowed"):
-            _localize(config)
+        with pytest.raises(ConfigError, match=rf"for KV \(kv_cache\.{field}=.* each\); available are"):
+            _prepare_model(config, True)
 
 
 def test_the_runner_asks_too(tiny_folder: FolderOf) -> None:
