@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.claims import Measured, claim
-from benchmarks.load_weights import drop_cache, finish, measure, start, write_checkpoint
+from benchmarks.load_weights import measure, run, write_checkpoint
 
 
 @claim("tp.load")
@@ -18,8 +18,7 @@ def load(full: bool) -> Iterator[tuple[str, Measured]]:
         folder = Path(name)
         write_checkpoint(folder, 1.0)
         found = measure(folder, 7 if full else 3)
-        drop_cache(folder)
-        (runner,) = finish([start(folder, "runner")])
+        (runner,) = run(folder, ("runner",))
     note = f"plain {found['plain_gb_s']:.2f} GB/s, {found['gib']:.2f} GiB; by medians {found['median_one']:.2f}"
     yield "", Measured(found["share_one"], "of plain reading", 0.7, at_most=False, note=note)
     yield (
