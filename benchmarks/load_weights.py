@@ -4,9 +4,9 @@ A synthetic checkpoint with the shapes of a Llama (bfloat16, two files with an i
 of its own, the files dropped from the page cache before it (posix_fadvise; the `disk` figures say whether that worked).
 Compared with reading the same files from end to end into one buffer of 1 MiB, in a process of its own as well.
 
-In a virtual machine free memory goes back to the host after about two seconds, and taking it again costs the reader 1.2 s
-of CPU a GiB, whatever it is for. So all processes that measure together use and free as much memory as they will need
-at the last moment. With imports between that and the start, two ranks at once took 2 to 3 times as long.
+In a virtual machine free memory goes back to the host after about two seconds, and taking it again costs the reader
+about 0.6 s of CPU a GiB, whatever it is for. So all processes that measure together use and free as much memory as they
+will need at the last moment. With imports between that and the start, two ranks at once took 2 to 3 times as long.
 """
 
 from __future__ import annotations

@@ -110,4 +110,12 @@ static void gemm(const T* a, size_t lda, int m, int k, const T* packed, int n, i
     }
 }
 
+// Row `row` of a packed W[N, k] in float32: 4 bytes of every 128.
+template <typename T> static inline void gather_row(const T* packed, int row, int k, float* out) {
+    constexpr int STEP = Pack<T>::STEP;
+    const T* from = packed + (size_t)(row / PANEL) * PANEL * k + (size_t)(row % PANEL) * STEP;
+    for (int i = 0; i < k; i += STEP)
+        for (int j = 0; j < STEP; j++) out[i + j] = widen(from[(size_t)i * PANEL + j]);
+}
+
 }  // namespace shoal

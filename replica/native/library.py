@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from replica.native.builder import NativeUnavailableError, build
 
-ABI = 2
+ABI = 3
 
 
 class Layer(ctypes.Structure):
