@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +12,12 @@ import torch
 
 from replica.checkpoint import Checkpoint
 from replica.errors import ModelLoadError
+from replica.load_progress import LoadProgress
 from replica.models.decoder_config import DecoderConfig
 from replica.shard import Shard
 from replica.weight_matrix import Matrix, Source
 
+logger = logging.getLogger(__name__)
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 #: `DecoderConfig.norms` -> names of the norms before attention, behind it, before the MLP, behind it
 _NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
@@ -85,11 +89,10 @@ class WeightReader:
         """`headers_only`: check names and shapes, and give vectors without data (device meta)."""
         self.config = config
         self.shard = shard
-        #: given out so far
-        self.num_bytes = 0
         self._dtype = dtype
         self._checkpoint = Checkpoint(folder)
         self._headers_only = headers_only
+        self._progress = LoadProgress(shard.rank, shard.size, config.num_layers, time.monotonic())
         heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
         self._q = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
         self._kv = slice(kv_heads.start * config.head_dim, kv_heads.stop * config.head_dim)
@@ -99,8 +102,18 @@ class WeightReader:
         if found != shape:
             raise ModelLoadError(f"tensor {name} has shape {found}, config.json asks for {shape}")
 
+    @property
+    def num_bytes(self) -> int:
+        """Given out so far."""
+        return self._progress.num_bytes
+
     def _note(self, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
+        if sentence := self._progress.add(num_bytes, time.monotonic()):
+            logger.info(sentence)
+
+    def finish(self) -> None:
+        """Says what was read, and how fast."""
+        logger.info(self._progress.end(time.monotonic()))
 
     def _source(
         self, name: str, shape: tuple[int, int], rows: slice | None = None, columns: slice | None = None
@@ -140,6 +153,7 @@ class WeightReader:
         c = self.config
         for index in range(c.num_layers):
             prefix = f"model.layers.{index}."
+            self._progress.at_layer(index)
             has_experts = c.layers[index].has_experts
             yield LayerWeights(
                 qkv=self._qkv(prefix + "self_attn."),

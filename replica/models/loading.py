@@ -65,6 +65,7 @@ def load_decoder(folder: Path, shape: ModelShape, settings: LoadSettings) -> Loa
         pool = _allocate(shape, settings)
         decoder = TorchDecoder(reader, pool, settings.max_len, attention, settings.collective)
         note = f" (no native kernels: {error})"
+    reader.finish()
     return Loaded(decoder, note, reader.num_bytes, reader.digest())
 
 
