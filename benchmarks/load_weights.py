@@ -12,6 +12,7 @@ will need at the last moment. With imports between that and the start, two ranks
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import mmap
@@ -175,20 +176,24 @@ def load_here(folder: Path, rank: int, size: int, is_checked: bool) -> Loaded:
     return Loaded(seconds, num_bytes, _status("VmHWM") - before, _disk_bytes() - disk_before, cpu)
 
 
-def load_runner(folder: Path) -> Loaded:
-    """In this process what a replica does: read, put together, pack for the kernels. No KV pool to speak of."""
+def load_replica(folder: Path, rank: int, size: int) -> Loaded:
+    """In this process what one of `size` ranks does: read, pack for the kernels. No KV pool to speak of, and no peers:
+    loading says nothing to them.
+    """
+    from replica.collective import NoPeers
     from replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from replica.model_runner import TorchModelRunner
+    from replica.shard import Shard
 
-    before, disk_before = _status("VmRSS"), _disk_bytes()
     config = EngineConfig(
         model=ModelConfig(dtype="bfloat16"), cache=CacheConfig(num_blocks=16), parallel=ParallelConfig(num_threads=1)
     )
+    before, disk_before = _status("VmRSS"), _disk_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     started, cpu_before = time.perf_counter(), time.process_time()
-    runner = TorchModelRunner(config, folder, self_test=False)
+    runner = TorchModelRunner(config, folder, self_test=False, shard=Shard(rank, size), collective=NoPeers())
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_before
-    loaded = Loaded(seconds, _size(folder), _status("VmHWM") - before, _disk_bytes() - disk_before, cpu)
+    loaded = Loaded(seconds, _size(folder) // size, _status("VmHWM") - before, _disk_bytes() - disk_before, cpu)
     runner.close()
     return loaded
 
@@ -232,10 +237,11 @@ def measure(folder: Path, rounds: int, is_cold: bool = True) -> dict[str, float]
     """
     kinds: dict[str, list[tuple[str, ...]]] = {
         "plain": [("plain",)],
-        "one": [("0", "1")],
-        "unchecked": [("0", "1", "--unchecked")],
-        "rank0": [("0", "2")],
-        "both": [("0", "2"), ("1", "2")],
+        "one": [("read", "0", "1")],
+        "unchecked": [("read", "0", "1", "--unchecked")],
+        "both": [("read", "0", "2"), ("read", "1", "2")],
+        "replica": [("replica", "0", "1")],
+        "ranks": [("replica", "0", "2"), ("replica", "1", "2")],
     }
     runs: dict[str, list[list[Loaded]]] = {name: [] for name in kinds}
     for _ in range(rounds):
@@ -254,15 +260,34 @@ def measure(folder: Path, rounds: int, is_cold: bool = True) -> dict[str, float]
     return found
 
 
-def measure_here(folder: Path, arguments: list[str], is_checked: bool) -> Loaded:
+def measure_here(folder: Path, kind: str, rank: int, size: int, is_checked: bool) -> Loaded:
     """What a process started by `start` does."""
-    if arguments == ["plain"]:
-        disk_before, cpu_before = _disk_bytes(), time.process_time()
-        seconds = read_plainly(folder)
-        return Loaded(seconds, _size(folder), 0, _disk_bytes() - disk_before, time.process_time() - cpu_before)
-    if arguments == ["runner"]:
-        return load_runner(folder)
-    return load_here(folder, int(arguments[0]), int(arguments[1]), is_checked)
+    if kind == "replica":
+        return load_replica(folder, rank, size)
+    if kind == "read":
+        return load_here(folder, rank, size, is_checked)
+    disk_before, cpu_before = _disk_bytes(), time.process_time()
+    seconds = read_plainly(folder)
+    return Loaded(seconds, _size(folder), 0, _disk_bytes() - disk_before, time.process_time() - cpu_before)
+
+
+def run_child(folder: Path, kind: str, is_checked: bool, rank: int = 0, size: int = 1) -> None:
+    """The life of a process started by `start`."""
+    import torch
+
+    import replica.model_runner  # noqa: F401  # imports are no part of the measurement, nor is compiling
+    from replica.native import builder, library
+
+    torch.set_num_threads(1)
+    torch.ones(10).sum()
+    with contextlib.suppress(builder.NativeUnavailableError):
+        library.load()
+    print("imported", flush=True)
+    sys.stdin.readline()
+    touch_memory(_size(folder) // size)
+    print("touched", flush=True)
+    sys.stdin.readline()
+    print(msgspec.json.encode(measure_here(folder, kind, rank, size, is_checked)).decode())
 
 
 def main() -> int:
@@ -274,29 +299,14 @@ def main() -> int:
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        import torch
-
-        import replica.checkpoint
-        import replica.model_runner  # noqa: F401  # imports are no part of the measurement
-
-        torch.set_num_threads(1)
-        torch.ones(10).sum()
-        folder, arguments = Path(options.child[0]), options.child[1:]
-        print("imported", flush=True)
-        sys.stdin.readline()
-        touch_memory(_size(folder) // (int(arguments[1]) if len(arguments) == 2 else 1))
-        print("touched", flush=True)
-        sys.stdin.readline()
-        print(msgspec.json.encode(measure_here(folder, arguments, not options.unchecked)).decode())
+        folder, kind, *numbers = options.child
+        run_child(Path(folder), kind, not options.unchecked, *map(int, numbers))
         return 0
     with tempfile.TemporaryDirectory(dir=os.environ.get("SHOAL_BENCH_DIR")) as folder_name:
         write_checkpoint(Path(folder_name), options.gib)
+        print(f"load average {os.getloadavg()[0]:.1f}")
         for figure, value in measure(Path(folder_name), options.rounds, not options.warm).items():
             print(f"{figure:<16} {value:.3f}")
-        (runner,) = run(Path(folder_name), ("runner",), is_cold=not options.warm)
-        print(
-            f"{'runner_s':<16} {runner.seconds:.3f}\n{'runner_peak':<16} {runner.peak_bytes / runner.shard_bytes:.3f}"
-        )
     return 0
 
 

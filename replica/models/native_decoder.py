@@ -138,7 +138,7 @@ class NativeDecoder:
 
     def _packed(self, matrix: Matrix, interleaved: bool = False) -> int:
         packed = self._arena.take(packed_bytes(matrix.shape, matrix.dtype.itemsize))
-        pack(matrix, packed, interleaved)
+        pack(self._library, matrix, packed, interleaved)
         return packed.data_ptr()
 
     def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:

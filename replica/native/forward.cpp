@@ -279,6 +279,10 @@ void shoal_choose(const ShoalModel* m, const ShoalStep* s) {
     }
 }
 
+void shoal_pack(const uint32_t* rows, int64_t num_rows, int64_t words, uint32_t* panels, int32_t width, int32_t lane) {
+    pack_rows(rows, num_rows, words, panels, width, lane);
+}
+
 // Asks for huge pages over the whole pages of [p, p + bytes): a step walks 269 MB of weights and one KV page a block and head.
 void shoal_use_huge_pages(void* p, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)

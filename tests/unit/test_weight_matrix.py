@@ -13,6 +13,8 @@ from replica.checkpoint import Checkpoint
 from replica.errors import ModelLoadError
 from replica.load_progress import EVERY_S, LoadProgress
 from replica.models.panels import PANEL, pack, packed_bytes
+from replica.native import library
+from replica.native.builder import NativeUnavailableError
 from replica.weight_matrix import Matrix, Source
 
 A = torch.arange(70 * 12).reshape(70, 12) / 8 - 50
@@ -78,6 +80,10 @@ def test_a_piece_with_nan_is_refused(tmp_path: Path) -> None:
 def test_panels(checkpoint: Checkpoint, dtype: torch.dtype, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Element by element against what native/gemm.h says of them."""
     monkeypatch.setattr(weight_matrix, "_PIECE_BYTES", piece_bytes)
+    try:
+        native = library.load()
+    except NativeUnavailableError as error:
+        pytest.skip(f"no native kernels: {error}")
     step = 4 // dtype.itemsize
 
     def element(packed: torch.Tensor, row: int, k: int) -> float:
@@ -87,7 +93,7 @@ def test_panels(checkpoint: Checkpoint, dtype: torch.dtype, piece_bytes: int, mo
     beside = Matrix(checkpoint, [Source("a", slice(0, 48), WHOLE), Source("b", slice(0, 48), WHOLE)], dtype, forget)
     for matrix, interleaved in ((below, False), (beside, True)):
         memory = torch.full((packed_bytes(matrix.shape, dtype.itemsize),), 77, dtype=torch.uint8)
-        pack(matrix, memory, interleaved)
+        pack(native, matrix, memory, interleaved)
         packed = memory.view(dtype).view(-1, 12 // step, PANEL, step)
         whole = matrix.read()
         for row in range(len(packed) * PANEL):
