@@ -61,14 +61,14 @@ def needs(config: ClusterConfig, engine: EngineConfig, folder: Path) -> Needs:
 
 
 def weight_bytes(folder: Path, item: int, ranks: int = 1) -> int:
-    """Of a replica's ranks together, `item` bytes an element. Each rank holds the whole embedding; one that is the head
-    as well is held in a second form.
+    """Of a replica's ranks together, `item` bytes an element. Ranks hold an embedding that is the head as well in two
+    forms; the native decoder of a single rank does not.
     """
     tensors = [(name, place) for path in weight_files(folder)[0] for name, place in read_header(path).items()]
     elements = sum(math.prod(place.shape) for _, place in tensors)
     embedding = max((math.prod(place.shape) for name, place in tensors if "embed_tokens" in name), default=0)
     is_tied = not any("lm_head" in name for name, _ in tensors)
-    return (elements + (ranks if is_tied else ranks - 1) * embedding) * item
+    return (elements + (embedding if is_tied and ranks > 1 else 0)) * item
 
 
 def kv_bytes(folder: Path, engine: EngineConfig) -> int:

@@ -81,6 +81,7 @@ def load_decoder(folder: Path, shape: ModelShape, settings: LoadSettings) -> Loa
         note = f" (no native kernels: {error})"
     if names := reader.unread():
         logger.warning("%s", told_of_unread(folder, names))
+    reader.finish()
     return Loaded(decoder, note, reader.num_bytes, reader.digest())
 
 

@@ -28,7 +28,7 @@ class _Layer:
 
     def __init__(self, weights: LayerWeights, config: DecoderConfig, index: int) -> None:
         self.vectors = weights.vectors
-        self.qkv, self.o = make_linear(weights.qkv), make_linear(weights.o)
+        self.qkv, self.o = make_linear(weights.qkv.read()), make_linear(weights.o.read())
         self.experts: Experts | None = None
         if weights.experts is not None:
             assert config.experts is not None, "a layer with experts, in a model without"
@@ -36,7 +36,7 @@ class _Layer:
         else:
             assert weights.gate_up is not None, "a layer without experts has an MLP"
             assert weights.down is not None, "gate and up come with down"
-            self.gate_up, self.down = make_linear(weights.gate_up), make_linear(weights.down)
+            self.gate_up, self.down = make_linear(weights.gate_up.read()), make_linear(weights.down.read())
         self.rope = config.layers[index].rope
         self.mask = Mask(config.attention_scale, config.layers[index].window, config.attention_softcap)
 
@@ -44,8 +44,8 @@ class _Layer:
 class TorchDecoder:
     """See `replica.models.decoder.Decoder`. Residual and norms in float32, matrix products in the pool's dtype.
 
-    With several ranks each computes its own query heads, its part of the MLP and of the vocabulary: two sums a layer
-    (three with a norm over all queries), and the logits go to rank 0, which alone chooses.
+    With several ranks each computes its own query heads, its part of the MLP and of the vocabulary: a sum for the
+    embedding, two a layer (three with a norm over all queries), and the logits go to rank 0, which alone chooses.
     """
 
     def __init__(
@@ -64,11 +64,14 @@ class TorchDecoder:
         self._num_heads, self._num_kv_heads = reader.config.num_heads // reader.shard.size, pool.shape[1]
         self.pool = pool
         self._attention = attention
+        # the head is the largest and exists twice while it is packed: first, when nothing else is there
+        self._head = make_linear(reader.head().read())
+        #: of this rank's part of the vocabulary, whose first token is `_first_token`
+        self._embedding = reader.embedding().read()
+        self._first_token = reader.shard.part(self.config.vocab_size).start
         self._layers = [_Layer(weights, self.config, i) for i, weights in enumerate(reader.layers())]
-        self._embedding = reader.embedding()
         # Gemma was trained with this factor in its weights' dtype: 55.5 for the root of 3072 in bfloat16
         self._embedding_multiplier = float(torch.tensor(self.config.embedding_multiplier, dtype=pool.dtype))
-        self._head = make_linear(reader.head())
         self._final_norm = reader.final_norm()
         self._ropes = [rotary_tables(rope, max_len) for rope in self.config.ropes]
         self._last_logits = torch.empty((0, self.config.vocab_size))
@@ -83,8 +86,7 @@ class TorchDecoder:
         )
         count = len(positions)
         hidden = torch.zeros((max(count, MIN_ROWS), self.config.hidden_size))
-        embedded = self._embedding[torch.from_numpy(batch.token_ids).long()].float()
-        hidden[:count] = embedded * self._embedding_multiplier
+        hidden[:count] = self._embed(torch.from_numpy(batch.token_ids).long()) * self._embedding_multiplier
         rotations = [(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._ropes]
         block, offset = np.divmod(batch.slots, self.pool.shape[4])
         place = (torch.from_numpy(block), torch.from_numpy(offset))
@@ -101,6 +103,17 @@ class TorchDecoder:
         """See `Decoder.choose`."""
         rows = self._last_logits[: batch.num_chosen].numpy()
         return sample(rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, hidden]. Each rank has rows of its own; a sum of one of them and zeros is exact."""
+        if self._shard.size == 1:
+            return self._embedding[token_ids].float()
+        places = token_ids - self._first_token
+        is_ours = (places >= 0) & (places < len(self._embedding))
+        rows = torch.zeros((len(token_ids), self.config.hidden_size))
+        rows[is_ours] = self._embedding[places[is_ours]].float()
+        self._collective.sum_(rows)
+        return rows
 
     def _add(self, hidden: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         factor = self.config.residual_multiplier
