@@ -253,7 +253,8 @@ def test_no_field_of_transformers_is_overlooked(
     watched.read = {"architectures"}
     monkeypatch.setattr(families, "filled", lambda architecture, raw: watched)
     assert families.parse(raw) is not None
-    assert set(raw) - watched.read - _WITHOUT_EFFECT == set()
+    of_windows = set() if raw.get("use_sliding_window", True) else {"sliding_window", "max_window_layers"}
+    assert set(raw) - watched.read - _WITHOUT_EFFECT - of_windows == set()
 
 
 def test_a_layer_is_plain_by_default() -> None:
