@@ -253,7 +253,7 @@ def test_no_field_of_transformers_is_overlooked(
     watched.read = {"architectures"}
     monkeypatch.setattr(families, "filled", lambda architecture, raw: watched)
     assert families.parse(raw) is not None
-    of_windows = set() if raw.get("use_sliding_window", True) else {"sliding_window", "max_window_layers"}
+    of_windows: set[str] = set() if raw.get("use_sliding_window", True) else {"sliding_window", "max_window_layers"}
     assert set(raw) - watched.read - _WITHOUT_EFFECT - of_windows == set()
 
 
