@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from replica.attention_window import Window
 from replica.config import (
     AdmissionConfig,
     CacheConfig,
@@ -202,11 +203,15 @@ def run_way(
 
 
 def make_core(way: Way, items: Sequence[Item], runner: TorchModelRunner) -> EngineCore:
-    """A core over `runner`; `num_blocks=0` gives a pool that holds only a bit more than the longest request."""
+    """A core over `runner`; `num_blocks=0` gives a pool that holds only a bit more than the longest request, or two
+    windows where requests hold no more than that.
+    """
     num_blocks = way.num_blocks
     if num_blocks == 0:
         longest = max(len(item.prompt) + item.sampling.max_tokens for item in items)
         num_blocks = int(1.3 * longest / runner.info.block_size) + 1
+        if runner.info.window is not None:
+            num_blocks = min(num_blocks, 2 * Window(runner.info.window, runner.info.block_size).span(1))
     info = msgspec.structs.replace(runner.info, num_blocks=num_blocks or runner.info.num_blocks)
     config = EngineConfig(
         cache=CacheConfig(enable_prefix_caching=way.prefix_caching),

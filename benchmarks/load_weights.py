@@ -2,12 +2,17 @@
 
 A synthetic checkpoint with the shapes of a Llama (bfloat16, two files with an index). Every measurement is a process
 of its own, the files dropped from the page cache before it (posix_fadvise; the `disk` figures say whether that worked).
-Compared with reading the same files from end to end into one buffer of 1 MiB.
+Compared with reading the same files from end to end into one buffer of 1 MiB, in a process of its own as well.
+
+In a virtual machine free memory goes back to the host after about two seconds, and taking it again costs the reader
+about 0.6 s of CPU a GiB, whatever it is for. So all processes that measure together use and free as much memory as they
+will need at the last moment. With imports between that and the start, two ranks at once took 2 to 3 times as long.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import mmap
@@ -46,6 +51,8 @@ class Loaded(msgspec.Struct, frozen=True):
     peak_bytes: int
     #: bytes that this process had the disk fetch
     disk_bytes: int
+    #: of this process, in the kernel too: what remains comparable on a busy machine
+    cpu_seconds: float
 
 
 def shapes(num_layers: int) -> dict[str, tuple[tuple[int, ...], int | None]]:
@@ -74,7 +81,7 @@ def write_checkpoint(folder: Path, gib: float) -> int:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": owners}))
     (folder / "config.json").write_text(json.dumps(_config(num_layers)))
     os.sync()
-    return sum(path.stat().st_size for path in weight_paths(folder))
+    return _size(folder)
 
 
 def _config(num_layers: int) -> dict[str, Any]:
@@ -96,6 +103,10 @@ def _config(num_layers: int) -> dict[str, Any]:
 
 def weight_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in weight_paths(folder))
 
 
 def drop_cache(folder: Path) -> None:
@@ -153,85 +164,130 @@ def load_here(folder: Path, rank: int, size: int, is_checked: bool) -> Loaded:
     shard = Shard(rank, size)
     before, disk_before = _status("VmRSS"), _disk_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again from here
-    started = time.perf_counter()
+    started, cpu_before = time.perf_counter(), time.process_time()
     weights = checkpoint.Checkpoint(folder)
     held = []
     for name in weights:
         dim = dims[name]
         part = slice(None) if dim is None else shard.part(weights.shape(name)[dim])
         held.append(weights.read(name, part, dim or 0))
-    seconds = time.perf_counter() - started
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_before
     num_bytes = sum(tensor.nbytes for tensor in held)
-    return Loaded(seconds, num_bytes, _status("VmHWM") - before, _disk_bytes() - disk_before)
+    return Loaded(seconds, num_bytes, _status("VmHWM") - before, _disk_bytes() - disk_before, cpu)
 
 
-def load_runner(folder: Path) -> Loaded:
-    """In this process what a replica does: read, put together, pack for the kernels. No KV pool to speak of."""
+def load_replica(folder: Path, rank: int, size: int) -> Loaded:
+    """In this process what one of `size` ranks does: read, pack for the kernels. No KV pool to speak of, and no peers:
+    loading says nothing to them.
+    """
+    from replica.collective import NoPeers
     from replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
     from replica.model_runner import TorchModelRunner
+    from replica.shard import Shard
 
-    before, disk_before = _status("VmRSS"), _disk_bytes()
     config = EngineConfig(
         model=ModelConfig(dtype="bfloat16"), cache=CacheConfig(num_blocks=16), parallel=ParallelConfig(num_threads=1)
     )
+    before, disk_before = _status("VmRSS"), _disk_bytes()
     Path("/proc/self/clear_refs").write_text("5")
-    started = time.perf_counter()
-    runner = TorchModelRunner(config, folder, self_test=False)
-    seconds = time.perf_counter() - started
-    num_bytes = sum(path.stat().st_size for path in weight_paths(folder))
-    loaded = Loaded(seconds, num_bytes, _status("VmHWM") - before, _disk_bytes() - disk_before)
+    started, cpu_before = time.perf_counter(), time.process_time()
+    runner = TorchModelRunner(config, folder, self_test=False, shard=Shard(rank, size), collective=NoPeers())
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu_before
+    loaded = Loaded(seconds, _size(folder) // size, _status("VmHWM") - before, _disk_bytes() - disk_before, cpu)
     runner.close()
     return loaded
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A process that measures, once it is told to begin: its imports are done by then."""
+    """A process that will measure; its imports are done."""
     command = [sys.executable, "-m", "benchmarks.load_weights", "--child", str(folder), *arguments]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
+    assert process.stdout.readline() == "imported\n"
     return process
 
 
-def finish(processes: list[subprocess.Popen[str]]) -> list[Loaded]:
-    """Let them begin together; what they measured."""
+def finish(folder: Path, processes: list[subprocess.Popen[str]], is_cold: bool = True) -> list[Loaded]:
+    """Let them touch their memory together and then begin together; what they measured."""
+    _tell(processes)
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "touched\n"
+    if is_cold:
+        drop_cache(folder)
+    _tell(processes)
+    return [msgspec.json.decode(process.communicate()[0], type=Loaded) for process in processes]
+
+
+def _tell(processes: list[subprocess.Popen[str]]) -> None:
     for process in processes:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    return [msgspec.json.decode(process.communicate()[0], type=Loaded) for process in processes]
+
+
+def run(folder: Path, *processes: tuple[str, ...], is_cold: bool = True) -> list[Loaded]:
+    """What processes with these arguments measure, all at once."""
+    return finish(folder, [start(folder, *arguments) for arguments in processes], is_cold)
 
 
 def measure(folder: Path, rounds: int, is_cold: bool = True) -> dict[str, float]:
     """Alternating rounds. Times are the best of each, since others on the machine only ever add to them; memory is the
     worst.
     """
-    ranks: dict[str, list[tuple[str, ...]]] = {
-        "one": [("0", "1")],
-        "unchecked": [("0", "1", "--unchecked")],
-        "rank0": [("0", "2")],
-        "both": [("0", "2"), ("1", "2")],
+    kinds: dict[str, list[tuple[str, ...]]] = {
+        "plain": [("plain",)],
+        "one": [("read", "0", "1")],
+        "unchecked": [("read", "0", "1", "--unchecked")],
+        "both": [("read", "0", "2"), ("read", "1", "2")],
+        "replica": [("replica", "0", "1")],
+        "ranks": [("replica", "0", "2"), ("replica", "1", "2")],
     }
-    plain: list[float] = []
-    runs: dict[str, list[list[Loaded]]] = {name: [] for name in ranks}
+    runs: dict[str, list[list[Loaded]]] = {name: [] for name in kinds}
     for _ in range(rounds):
-        if is_cold:
-            drop_cache(folder)
-        plain.append(read_plainly(folder))
-        for name, arguments in ranks.items():
-            processes = [start(folder, *each) for each in arguments]
-            if is_cold:
-                drop_cache(folder)
-            runs[name].append(finish(processes))
-    size = sum(path.stat().st_size for path in weight_paths(folder))
-    found = {"gib": size / 2**30, "plain_gb_s": size / min(plain) / 1e9}
+        for name, processes in kinds.items():
+            runs[name].append(run(folder, *processes, is_cold=is_cold))
+    size = _size(folder)
+    seconds = {name: [max(loaded.seconds for loaded in run) for run in of_one] for name, of_one in runs.items()}
+    best, median = min(seconds["plain"]), statistics.median(seconds["plain"])
+    found = {"gib": size / 2**30, "plain_gb_s": size / best / 1e9}
     for name, of_one in runs.items():
-        seconds = [max(loaded.seconds for loaded in run) for run in of_one]
-        found[f"share_{name}"] = min(plain) / min(seconds)
-        found[f"median_{name}"] = statistics.median(plain) / statistics.median(seconds)
+        found[f"share_{name}"] = best / min(seconds[name])
+        found[f"median_{name}"] = median / statistics.median(seconds[name])
         found[f"peak_{name}"] = max(loaded.peak_bytes / loaded.shard_bytes for run in of_one for loaded in run)
+        found[f"cpu_{name}"] = statistics.median(sum(loaded.cpu_seconds for loaded in run) for run in of_one)
         found[f"disk_{name}"] = statistics.median(sum(loaded.disk_bytes for loaded in run) for run in of_one) / size
     return found
+
+
+def measure_here(folder: Path, kind: str, rank: int, size: int, is_checked: bool) -> Loaded:
+    """What a process started by `start` does."""
+    if kind == "replica":
+        return load_replica(folder, rank, size)
+    if kind == "read":
+        return load_here(folder, rank, size, is_checked)
+    disk_before, cpu_before = _disk_bytes(), time.process_time()
+    seconds = read_plainly(folder)
+    return Loaded(seconds, _size(folder), 0, _disk_bytes() - disk_before, time.process_time() - cpu_before)
+
+
+def run_child(folder: Path, kind: str, is_checked: bool, rank: int = 0, size: int = 1) -> None:
+    """The life of a process started by `start`."""
+    import torch
+
+    import replica.model_runner  # noqa: F401  # imports are no part of the measurement, nor is compiling
+    from replica.native import builder, library
+
+    torch.set_num_threads(1)
+    torch.ones(10).sum()
+    with contextlib.suppress(builder.NativeUnavailableError):
+        library.load()
+    print("imported", flush=True)
+    sys.stdin.readline()
+    touch_memory(_size(folder) // size)
+    print("touched", flush=True)
+    sys.stdin.readline()
+    print(msgspec.json.encode(measure_here(folder, kind, rank, size, is_checked)).decode())
 
 
 def main() -> int:
@@ -243,34 +299,14 @@ def main() -> int:
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        import torch
-
-        import replica.checkpoint
-        import replica.model_runner  # noqa: F401  # imports are no part of the measurement
-
-        torch.set_num_threads(1)
-        torch.ones(10).sum()
-        folder, *rest = options.child
-        touch_memory(sum(path.stat().st_size for path in weight_paths(Path(folder))))
-        print("ready", flush=True)
-        sys.stdin.readline()
-        runs_all = rest == ["runner"]
-        loaded = (
-            load_runner(Path(folder))
-            if runs_all
-            else load_here(Path(folder), int(rest[0]), int(rest[1]), not options.unchecked)
-        )
-        print(msgspec.json.encode(loaded).decode())
+        folder, kind, *numbers = options.child
+        run_child(Path(folder), kind, not options.unchecked, *map(int, numbers))
         return 0
     with tempfile.TemporaryDirectory(dir=os.environ.get("SHOAL_BENCH_DIR")) as folder_name:
         write_checkpoint(Path(folder_name), options.gib)
-        read_plainly(Path(folder_name))
+        print(f"load average {os.getloadavg()[0]:.1f}")
         for figure, value in measure(Path(folder_name), options.rounds, not options.warm).items():
             print(f"{figure:<16} {value:.3f}")
-        (runner,) = finish([start(Path(folder_name), "runner")])
-        print(
-            f"{'runner_s':<16} {runner.seconds:.3f}\n{'runner_peak':<16} {runner.peak_bytes / runner.shard_bytes:.3f}"
-        )
     return 0
 
 

@@ -12,8 +12,8 @@ import ray
 from ray import serve
 
 from cluster import __version__, live_knobs, model_store
-from cluster import terminal as terminal_news
 from cluster.config import ClusterConfig, HttpConfig, load
+from cluster.line_socket import tell as tell_line
 from cluster.serve_env import SERVE_ENV
 from cluster.serve_logs import join_serve_logs
 from replica.deployment import replica_deployment
@@ -42,7 +42,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         bundles=config.bundles,
         bundle_strategy=config.rank_placement,
         set_up_logs=join_serve_logs,
-        tell=partial(terminal_news.tell, terminal),
+        tell=partial(tell_line, terminal),
     )
     return router_deployment(
         replicas,

@@ -83,6 +83,9 @@ def config_json(meta: Metadata, tensors: Mapping[str, GgufTensor], tables: Table
     hidden = meta.count(f"{name}.embedding_length")
     if meta.get(f"{name}.expert_count"):
         raise ModelLoadError(f"{meta.source}: {name} with experts cannot be converted; take its .safetensors")
+    head_dim = meta.count(f"{name}.attention.key_length", _head_dim(meta, name, hidden // heads))
+    if name != "phi3":  # which says what share of a head turns
+        _check_rotary(meta, name, tensors, heads, head_dim)
     field, activation = family.activation
     return {
         "architectures": [family.architecture],
@@ -92,7 +95,7 @@ def config_json(meta: Metadata, tensors: Mapping[str, GgufTensor], tables: Table
         "num_hidden_layers": meta.count(f"{name}.block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": meta.count(f"{name}.attention.head_count_kv", heads),
-        "head_dim": meta.count(f"{name}.attention.key_length", _head_dim(meta, name, hidden // heads)),
+        "head_dim": head_dim,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "max_position_embeddings": meta.count(f"{name}.context_length"),
         "rms_norm_eps": meta.number(f"{name}.attention.layer_norm_rms_epsilon"),
@@ -119,6 +122,24 @@ def family_of(meta: Metadata) -> Family:
 def _head_dim(meta: Metadata, name: str | None, default: int) -> int:
     """Only in llama files is the rotary dimension the head's; elsewhere it may be a part of it."""
     return meta.count("llama.rope.dimension_count", default) if name == "llama" else default
+
+
+def _check_rotary(
+    meta: Metadata, name: str | None, tensors: Mapping[str, GgufTensor], heads: int, head_dim: int
+) -> None:
+    """Raises ModelLoadError if the file turns a part of each head only, for which these families have no field. How
+    wide a head really is shows in the projection of the queries.
+    """
+    if meta.get(f"{name}.rope.dimension_count") is None:
+        return
+    rotary = meta.count(f"{name}.rope.dimension_count")
+    queries = tensors.get("blk.0.attn_q.weight")
+    width = queries.shape[0] // heads if queries is not None else head_dim
+    if rotary != width:
+        raise ModelLoadError(
+            f"{meta.source}: {name}.rope.dimension_count={rotary} cannot be; heads are {width} wide, and turning a "
+            f"part of each is not supported for {name}; allowed: {width}"
+        )
 
 
 def _scaling(meta: Metadata, name: str | None) -> dict[str, Any]:

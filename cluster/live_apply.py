@@ -22,7 +22,7 @@ from cluster.config import ClusterConfig
 from cluster.live_confirm import SETTLE_S, Confirmation, Confirmed, Held, Seen
 from cluster.live_knobs import lay_over, overlay_of
 from cluster.process_sweep import running_drivers
-from cluster.serve import check_ray_address, set_environment
+from cluster.ray_start import check_ray_address, set_environment
 from replica.errors import ConfigError, ShoalError
 
 #: how long a single question to all routers or replicas may take

@@ -22,6 +22,7 @@ from cluster import hub
 from replica.cache_folder import cache_folder, locked
 from replica.config_checks import read_model_config
 from replica.errors import ModelLoadError, UnknownModelError
+from replica.side_files import check_side_files
 from replica.weight_files import weight_files
 
 
@@ -186,6 +187,7 @@ def _check_folder(folder: Path) -> None:
     if missing:
         raise ModelLoadError(f"{folder} is not a model folder: {', '.join(missing)} missing")
     read_model_config(folder)
+    check_side_files(folder)
     weight_files(folder)
 
 

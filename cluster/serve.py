@@ -5,72 +5,141 @@ SIGTERM.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
-import re
-import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from types import FrameType
 
 from cluster.config import ClusterConfig
+from cluster.line_socket import LineSocket
+from cluster.memory_room import available_bytes, memory_shortage, needs
+from cluster.port_hold import PortHold, check_port
 from cluster.process_sweep import record_children, sweep_orphans
-from cluster.resources import NodeRoom, shortage
-from cluster.serve_stop import stop
-from cluster.terminal import Terminal
+from cluster.ray_start import (
+    PROXY_WAIT_S,
+    check_resources,
+    crash_files,
+    join_ray,
+    listens,
+    log_folder,
+    ray_address,
+    refuse_oversubscription,
+    serve_is_running,
+    set_environment,
+    start_ray,
+)
+from cluster.ray_words import cause
+from cluster.serve_stop import DRAIN_SLACK_S, delete_application, stop_application
+from cluster.supervisor import Driver, Supervisor
+from cluster.terminal import new_log, say
+from replica.config import resolve
 from replica.errors import ConfigError, ModelLoadError, ShoalError
+from replica.hardware import detect_hardware
 
 
 def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
-    """Blocks until a signal. Returns the exit code. Raises ConfigError or ShoalError before anything is left
-    running.
+    """Blocks until a signal, or until it cannot go on, and says what is to be said. Returns the exit code; nothing is
+    left running: 0 if it was told to stop, 1 failed, 2 wrong configuration, 128 + signal if streams were cut.
     """
+    check_port(port)
+    attached = bool(os.environ.get("RAY_ADDRESS"))
+    supervisor = Supervisor(
+        new_log(port),
+        (host, port),
+        # nothing of a Ray of our own needs an orderly end before there are streams
+        before_ready_s=DRAIN_SLACK_S if attached else 3.0,
+        stop_s=config.drain_s + DRAIN_SLACK_S,
+    )
+    return supervisor.run(lambda driver: (_serve_attached if attached else _serve_alone)(config, host, port, driver))
+
+
+def _serve_alone(config: ClusterConfig, host: str, port: int, driver: Driver) -> int:
+    """With a Ray of our own. The supervisor ends whatever is left of it, so only streams need our care."""
     started = time.monotonic()
-    if not os.environ.get("RAY_ADDRESS"):
-        _check_port(host, port)
+    hold = PortHold(host, port)  # until the end: Serve may have to start its proxy anew
     config = _localize(config)
+    refuse_oversubscription(config)
     set_environment()
     for line in sweep_orphans():
-        _say(line)
-    has_deployed = False
-    with ThreadPoolExecutor(1) as pool:
-        # the model is fetched and converted while Ray starts: both take seconds
-        model = pool.submit(_prepare_model, config)
-        attached = _start_ray(config)
-        owns_serve = not _serve_is_running()
-        try:
-            if not attached:
-                record_children(_found_by(port))
-            _check_resources(config)
-            model.result()
-            _refuse_a_second_application(owns_serve)
-            has_deployed = True
-            terminal = Terminal()
-            _deploy(config, host, port, terminal.name)
-            if not attached:
-                record_children(_found_by(port))  # again: now with the replicas
-            if not owns_serve and not _listens(host, port):
-                _say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
-            _say(f"replicas: {_describe_replicas(config, host, port)}")
-            _say(f"logs: {_log_folder()}  (a process that crashed: {_crash_files()})")
-            elapsed = time.monotonic() - started
-            _say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
-            terminal.follow(_say_aside())
-            _wait_for_signal()
-            _say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")
-        except KeyboardInterrupt:
-            pass
-        finally:
-            stop(owns_serve, has_deployed, config.drain_s)
+        say(line)
+    # the model is fetched and converted while Ray starts: both take seconds; and Serve is imported, which takes one
+    beside = ThreadPoolExecutor(2)
+    model = beside.submit(_prepare_model, config, True)
+    import ray  # noqa: F401  # whole, before parts of it are imported on a thread
+
+    beside.submit(importlib.import_module, "cluster.app")
+    if wait([model], 0.5).done:  # it was there: 50 ms, and Ray need not start for a refusal
+        model.result()
+    start_ray(config, driver)
+    record_children(_found_by(port))
+    check_resources(config)
+    model.result()
+    lines = LineSocket()
+    _deploy(config, host, port, lines.name)
+    record_children(_found_by(port))  # again: now with the replicas
+    _serve_streams(config, host, port, driver, lines, started)
+    hold.close()
     return 0
+
+
+def _serve_attached(config: ClusterConfig, host: str, port: int, driver: Driver) -> int:
+    """In a Ray that is there already, with Serve or without, and stays."""
+    import ray
+    from ray import serve
+
+    from cluster.app import APP_NAME
+
+    started = time.monotonic()
+    config = _localize(config)
+    set_environment()
+    join_ray(driver)
+    owns_serve, has_deployed = not serve_is_running(), False
+    try:
+        check_resources(config)
+        _prepare_model(config, False)
+        _refuse_a_second_application(owns_serve)
+        has_deployed = True
+        lines = LineSocket()
+        _deploy(config, host, port, lines.name)
+        if not owns_serve and not listens(host, port):
+            say(f"Serve ran here before with other HTTP options; nothing listens on {host}:{port} of this machine")
+        has_deployed = False  # what follows deletes it
+        _serve_streams(config, host, port, driver, lines, started)
+    finally:
+        if has_deployed:
+            delete_application(APP_NAME, config.drain_s)
+        if owns_serve and not serve.status().applications:
+            serve.shutdown()
+        ray.shutdown()
+    return 0
+
+
+def _serve_streams(
+    config: ClusterConfig, host: str, port: int, driver: Driver, lines: LineSocket, started: float
+) -> None:
+    """Until a signal; then let streams end. Another signal cuts them."""
+    from cluster.app import APP_NAME
+
+    try:
+        try:
+            driver.is_ready()  # some may have begun
+            say(f"replicas: {_describe_replicas(config, host, port)}")
+            say(f"logs: {log_folder()}  (a process that crashed: {crash_files()}; what Ray says: {driver.log})")
+            elapsed = time.monotonic() - started
+            say(f"ready after {elapsed:.1f} s: http://{host}:{port}/v1  (model {config.served_name!r}; Ctrl-C stops)")
+            lines.follow(say)
+            threading.Event().wait()
+        except KeyboardInterrupt:
+            say(f"stopping: streams have {config.drain_s:g} s to end (Ctrl-C again stops at once)")
+        stop_application(APP_NAME, config.drain_s)
+    except KeyboardInterrupt:
+        say("stopped at once")
 
 
 def _localize(config: ClusterConfig) -> ClusterConfig:
@@ -106,6 +175,9 @@ def _check_model(folder: Path, max_model_len: int | None, num_ranks: int = 1) ->
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
         raise ModelLoadError(result.stdout.strip() or result.stderr.strip().splitlines()[-1])
+    for line in result.stdout.splitlines():
+        if line.startswith("warning: "):
+            say(line)
 
 
 def _template_text(template: str) -> str:
@@ -121,8 +193,10 @@ def _template_text(template: str) -> str:
     return text
 
 
-def _prepare_model(config: ClusterConfig) -> None:
-    """Fetch and convert a built-in model, and hold the wish for a context against it."""
+def _prepare_model(config: ClusterConfig, is_all_here: bool) -> None:
+    """Fetch and convert a built-in model, and hold what is wished against it: the context, and, if the whole cluster is
+    this machine, the memory.
+    """
     from cluster import model_store
 
     folder = model_store.resolve(config.model)
@@ -130,75 +204,15 @@ def _prepare_model(config: ClusterConfig) -> None:
     is_bound = config.runner == "torch" and limit is not None  # the fake runner has no weights
     if is_bound and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} is longer than the model's context of {limit}")
-
-
-def _start_ray(config: ClusterConfig) -> bool:
-    """True if an existing Ray (RAY_ADDRESS) was joined, False if one was started here."""
-    import ray
-
-    address = os.environ.get("RAY_ADDRESS")
-    if address:
-        _say(f"joining Ray at {address}")
-        check_ray_address(address)
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ShoalError(f"cannot join Ray at RAY_ADDRESS={address}: {error}") from None
-        return True
-    _say("starting Ray")
-    of_replica = sum(bundle.get("CPU", 0) for bundle in replica_bundles(config))
-    needed = config.replicas.both * of_replica + config.router.replicas + 1
-    ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, int(needed)),
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        object_store_memory=100 << 20,  # nothing of ours goes through it
-    )
-    return False
-
-
-def replica_bundles(config: ClusterConfig) -> list[dict[str, float]]:
-    """What Ray reserves for one replica."""
-    return config.bundles or [{"CPU": config.num_cpus_per_replica}]
-
-
-def _check_resources(config: ClusterConfig) -> None:
-    """Raises ConfigError if the nodes that are there have no room, which Ray would wait for without a word."""
-    import ray
-    from ray._private.state import available_resources_per_node
-
-    free = available_resources_per_node()
-    nodes = [
-        NodeRoom(node["NodeManagerAddress"], dict(node["Resources"]), dict(free.get(node["NodeID"], {})))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
-    if short := shortage(replica_bundles(config), config.replicas.both, config.rank_placement, nodes):
-        raise ConfigError(f"resources: {short}")
+    if is_all_here:
+        engine = resolve(config.engine_config(), detect_hardware(), config.replicas.both)
+        if short := memory_shortage(config, engine, needs(config, engine, folder), available_bytes()):
+            raise ConfigError(short)
 
 
 def _found_by(port: int) -> dict[str, object]:
     """What `shoal set` needs to find this cluster, from before the first answer on."""
     return {"port": port, "address": ray_address(), "auth_mode": os.environ.get("RAY_AUTH_MODE")}
-
-
-def ray_address() -> str:
-    """Where another process can join the Ray that this one is in."""
-    import ray
-
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def _serve_is_running() -> bool:
-    import ray
-
-    try:
-        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
-    except ValueError:
-        return False
-    return True
 
 
 def _refuse_a_second_application(owns_serve: bool) -> None:
@@ -213,40 +227,27 @@ def _refuse_a_second_application(owns_serve: bool) -> None:
         )
 
 
-def _listens(host: str, port: int) -> bool:
-    try:
-        socket.create_connection((host, port), timeout=2).close()
-    except OSError:
-        return False
-    return True
-
-
-def check_ray_address(address: str) -> None:
-    """Ray waits for minutes and in silence for an address where nothing is; two seconds tell as well."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        return  # "auto", "local", "ray://...": Ray knows what to make of them
-    if not address.startswith("ray://") and not _listens(host.strip("[]"), int(port)):
-        raise ShoalError(f"RAY_ADDRESS={address}: nothing listens there")
-
-
 def _deploy(config: ClusterConfig, host: str, port: int, terminal: str = "") -> None:
     from ray import serve
+    from ray.serve._private import api, client
     from ray.serve.config import HTTPOptions, ProxyLocation
 
     from cluster.app import APP_NAME, build_from
 
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # on their way to stderr they only interrupt our own lines
+    api.HTTP_PROXY_TIMEOUT = PROXY_WAIT_S  # type: ignore[attr-defined]
+    client.HTTP_PROXY_TIMEOUT = PROXY_WAIT_S  # type: ignore[attr-defined]
+    client.CLIENT_POLLING_INTERVAL_S = 0.1  # type: ignore[attr-defined]  # 1: waits half a second too long at each end
     serve.start(
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port, request_timeout_s=None, keep_alive_timeout_s=90),
     )
-    _say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
+    say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
     try:
         serve.run(build_from(config, terminal), name=APP_NAME, route_prefix="/", blocking=False)
     except RuntimeError:
         raise ShoalError(
-            f"the application did not start: {_why(APP_NAME)}\nlogs: {_log_folder()} and {_crash_files()}"
+            f"the application did not start: {_why(APP_NAME)}\nlogs: {log_folder()} and {crash_files()}"
         ) from None
 
 
@@ -257,25 +258,7 @@ def _why(app_name: str) -> str:
     application = serve.status().applications.get(app_name)
     if application is None:
         return ""
-    text = "\n".join([application.message, *(d.message for d in application.deployments.values())])
-    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    errors = re.findall(r"^(?:[\w.]+\.)?(\w*(?:Error|Exception)): (.+)$", plain, flags=re.MULTILINE)
-    own = [message for name, message in errors if name not in ("RuntimeError", "RayTaskError")]
-    return own[-1] if own else plain.strip()
-
-
-def _log_folder() -> str:
-    """Where routers and replicas log (`cluster/serve_logs.py`), and Serve as well."""
-    return os.path.join(_ray_logs(), "serve")
-
-
-def _crash_files() -> str:
-    """What a process writes past its loggers, a crash of native code above all."""
-    return os.path.join(_ray_logs(), "worker-*.err")
-
-
-def _ray_logs() -> str:
-    return os.path.join(os.environ.get("RAY_TMPDIR", tempfile.gettempdir()), "ray", "session_latest", "logs")
+    return cause("\n".join([application.message, *(d.message for d in application.deployments.values())]))
 
 
 def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:
@@ -294,54 +277,3 @@ def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:
                 return "; ".join(sorted({replica["description"] for replica in replicas}))
         pause.wait(0.1)
     return "not heard of yet; see `shoal status`"
-
-
-def set_environment() -> None:
-    """Before `ray` is imported: Serve reads these when its modules load, in this process and in every one it starts."""
-    from cluster.serve_env import SERVE_ENV
-
-    for name, value in SERVE_ENV.items():
-        os.environ.setdefault(name, value)
-    if not os.environ.get("RAY_ADDRESS"):
-        # one machine: Ray's own ports and our data plane listen on loopback (the switch is named after the systems it
-        # was made for)
-        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
-
-
-def _check_port(host: str, port: int) -> None:
-    if not 1 <= port <= 65535:
-        raise ConfigError(f"--port: {port} is not a port; allowed are 1 to 65535")
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there: {error.strerror}") from None
-
-
-def _wait_for_signal() -> None:
-    """Ray installs its own handlers in `init`; ours come after, so that `finally` above always runs."""
-    stop = threading.Event()
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def on_signal(number: int, frame: FrameType | None) -> None:
-        stop.set()
-        for each in numbers:  # the second one interrupts whatever the first began
-            signal.signal(each, signal.default_int_handler)
-
-    for number in numbers:
-        signal.signal(number, on_signal)
-    stop.wait()
-
-
-def _say_aside() -> Callable[[str], None]:
-    """`_say` for what comes from elsewhere: heard also while the stop turns away what Ray prints."""
-    out = os.fdopen(os.dup(2), "w")
-    return lambda line: print(f"shoal: {line}", file=out, flush=True)
-
-
-def _say(line: str) -> None:
-    print(f"shoal: {line}", file=sys.stderr, flush=True)

@@ -99,6 +99,11 @@ def format_status(status: Mapping[str, Any]) -> str:
         )
         if counters.get("ranks"):
             lines.append(f"{'':<12} {_ranks(counters)}")
+        if "self-test FAILED" in replica.get("description", ""):
+            lines.append(
+                f"{'':<12} its invariance self-test FAILED: an answer may depend on the requests beside it "
+                '(docs/models.md, "When the self-test fails")'
+            )
     if not status["replicas"]:
         lines.append("no replica is up")
     return "\n".join(lines)

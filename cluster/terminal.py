@@ -1,58 +1,62 @@
-"""ASYNC. What a replica has for the terminal of `shoal serve`, as datagrams: nobody asks, so it costs nothing until
-there is news. An abstract Unix socket: good on this node, and of other nodes nothing is heard.
+"""ASYNC. What a person reads, apart from what Ray writes.
+
+Ray prints on both streams of the process that starts it, from Python and past it. So the streams go to a log, and our
+own lines to a copy of the stderr that was there before.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import secrets
-import socket
-import struct
-import threading
-from collections.abc import Callable
+import sys
+from pathlib import Path
+from typing import TextIO
 
-_MAX_BYTES = 1000
-_UCRED = struct.calcsize("3i")
+from cluster.ray_words import overheard
+from replica.cache_folder import cache_folder
 
+#: logs of earlier starts that are kept
+_MOST_LOGS = 20
 
-class Terminal:
-    """The end that listens. `name` is what `tell` wants."""
-
-    def __init__(self) -> None:
-        self.name = f"shoal-terminal-{secrets.token_hex(8)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self._socket.bind("\0" + self.name)
-
-    def follow(self, say: Callable[[str], object]) -> None:
-        """From now on `say` gets each line, on a thread that ends with the process."""
-        threading.Thread(target=self._listen, args=(say,), name="shoal-terminal", daemon=True).start()
-
-    def close(self) -> None:
-        """Nobody listens any more."""
-        self._socket.close()
-
-    def receive(self) -> str:
-        """The next line, printable; empty if it came from somebody else. Blocks."""
-        data, ancillary, _, _ = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_UCRED))
-        for level, kind, content in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
-                _, user, _ = struct.unpack("3i", content[:_UCRED])
-                if user == os.getuid():
-                    return "".join(c if c.isprintable() else " " for c in data.decode(errors="replace"))
-        return ""
-
-    def _listen(self, say: Callable[[str], object]) -> None:
-        while True:
-            if line := self.receive():
-                say(line)
+_terminal: TextIO | None = None
 
 
-def tell(name: str, line: str) -> None:
-    """To the terminal `name`, if it is there; never waits."""
-    if not name:
-        return
-    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
-        out.setblocking(False)
-        out.sendto(line.encode()[:_MAX_BYTES], "\0" + name)
+def say(line: str) -> None:
+    """One line for whoever started us. A terminal that is gone is no reason to stop serving."""
+    with contextlib.suppress(OSError):
+        print(f"shoal: {line}", file=_terminal or sys.stderr, flush=True)
+
+
+def divert(log: Path) -> None:
+    """From now on both streams of this process, and of those it starts, end in `log`; `say` goes on as before."""
+    global _terminal
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # line by line, so that a crash loses nothing
+    _terminal = os.fdopen(os.dup(2), "w", buffering=1, errors="replace")
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="replace", closefd=False)
+    sys.stdout = _Overhearing(os.fdopen(1, "wb", closefd=False), errors="replace", line_buffering=True)
+
+
+class _Overhearing(io.TextIOWrapper):
+    """A stream into the log, on which Ray says, among much else, a few things that a person has to know."""
+
+    def write(self, text: str) -> int:
+        if line := overheard(text):
+            say(line)
+        return super().write(text)
+
+
+def new_log(port: int) -> Path:
+    """Where what Ray says of this start will be. The oldest ones make room."""
+    folder = cache_folder() / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    old = sorted(folder.glob("serve-*.log"), key=lambda path: path.stat().st_mtime)
+    for path in old[: max(0, len(old) + 1 - _MOST_LOGS)]:
+        path.unlink(missing_ok=True)
+    return folder / f"serve-{port}-{os.getpid()}.log"

@@ -55,8 +55,8 @@ class EndedSequences:
     def __len__(self) -> int:
         return len(self._accounts)
 
-    def add(self, sequence: Sequence, block_size: int, now: float) -> None:
-        self._accounts.append(account(sequence, block_size, now, Queue()))
+    def add(self, sequence: Sequence, num_blocks_needed: int, now: float) -> None:
+        self._accounts.append(account(sequence, num_blocks_needed, now, Queue()))
 
     def of(self, request_id: RequestId) -> list[SequenceAccount]:
         return [found for found in self._accounts if found.request_id == request_id]
@@ -100,8 +100,8 @@ class Queue:
         return record.lacks_since if record.looked_at == self._looked_at else None
 
 
-def account(sequence: Sequence, block_size: int, now: float, queue: Queue) -> SequenceAccount:
-    """All that is to be told about one sequence."""
+def account(sequence: Sequence, num_blocks_needed: int, now: float, queue: Queue) -> SequenceAccount:
+    """All that is to be told about one sequence. `num_blocks_needed`: for its known tokens."""
     record, num_ahead = sequence.record, queue.num_ahead(sequence)
     is_waiting = sequence.status in (Status.QUEUED, Status.RETURNING)
     return SequenceAccount(
@@ -116,8 +116,8 @@ def account(sequence: Sequence, block_size: int, now: float, queue: Queue) -> Se
         num_output_tokens=sequence.num_output_tokens,
         num_cached_tokens=sequence.num_cached_tokens,
         num_computed_tokens=sequence.num_computed_tokens,
-        num_blocks=len(sequence.block_ids),
-        num_blocks_needed=-(-sequence.num_tokens // block_size),
+        num_blocks=len(sequence.held_blocks),
+        num_blocks_needed=num_blocks_needed,
         lacks_since=queue.lacks_since(sequence),
         num_ahead=num_ahead,
         priority=sequence.order_key[1],

@@ -7,6 +7,7 @@ from collections.abc import Collection
 
 import numpy as np
 
+from replica.attention_window import Window
 from replica.block_hash import pack_tokens
 from replica.messages import GenerateRequest, RefusalReason, SequenceInput
 from replica.step import RunnerInfo
@@ -21,6 +22,17 @@ class Refused(Exception):
         self.message = message
 
 
+def longest_sequence(info: RunnerInfo) -> tuple[int, str]:
+    """Tokens that one sequence may have, prompt and output, and what holds so many. With a window it need not fit the
+    pool: only what a token sees has to.
+    """
+    in_pool = info.num_blocks * info.block_size
+    is_sliding = info.window is not None and Window(info.window, info.block_size).span(1) <= info.num_blocks
+    if is_sliding or in_pool >= info.max_model_len:
+        return info.max_model_len, "the model's context"
+    return in_pool, "the KV cache of a replica"
+
+
 class Admission:
     """Knows the limits of the replica; who is queued it is told."""
 
@@ -33,9 +45,7 @@ class Admission:
         self.is_ready = True
         self._vocab_size = info.vocab_size
         #: prompt and output of one sequence may not exceed this: the context or the whole pool
-        self.max_tokens, self._max_of = info.max_model_len, "the model's context"
-        if info.num_blocks * info.block_size < self.max_tokens:
-            self.max_tokens, self._max_of = info.num_blocks * info.block_size, "the KV cache of a replica"
+        self.max_tokens, self._max_of = longest_sequence(info)
 
     def check(self, request: GenerateRequest, is_known: bool, now: float) -> list[bytes]:
         """Raises Refused. Returns the tokens of each sequence, packed to be hashed. `is_known`: the id is in use.

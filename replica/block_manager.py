@@ -8,15 +8,20 @@ Semantics (vLLM 0.32 is the model; deviations are ours):
   event always means that the last copy is gone (vLLM PR #55092 has that wrong).
 - Free order: unregistered blocks are reused first, registered ones least recently used first, the tail of a chain
   before its head.
+- With a window (`replica/attention_window.py`) blocks that a sequence has passed are given back while it runs, and the
+  blocks of its prompt move along with it: what it gives back it takes again in front, so no half-computed prompt has to
+  ask for a block unless somebody shares what it gave back. A hit needs only the blocks of the window before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 import msgspec
 
+from replica.attention_window import NULL_BLOCK, Window
+from replica.free_list import FreeList
 from replica.messages import KVEvent
 from replica.sequence import Sequence
 
@@ -32,77 +37,25 @@ class BlockStats(msgspec.Struct, frozen=True):
     num_evictions: int
 
 
-class FreeList:
-    """Free block ids in reuse order, as an intrusive doubly linked list: every operation is O(1) and allocates nothing.
-
-    A deque would not do: a prefix hit takes a block out of the middle.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self._end: int = num_blocks  # sentinel: next of the last and previous of the first
-        self._next: list[int] = [*range(1, num_blocks + 1), 0]
-        self._previous: list[int] = [num_blocks, *range(num_blocks)]
-        self._size = num_blocks
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[int]:
-        block_id = self._next[self._end]
-        while block_id != self._end:
-            yield block_id
-            block_id = self._next[block_id]
-
-    def pop_front(self, count: int) -> list[int]:
-        """The first `count` in reuse order; the ends are tied once, which makes 2,048 of them four times as fast."""
-        assert count <= self._size, "pop from an empty free list"
-        following, block_id = self._next, self._next[self._end]
-        taken = []
-        for _ in range(count):
-            taken.append(block_id)
-            block_id = following[block_id]
-        following[self._end] = block_id
-        self._previous[block_id] = self._end
-        self._size -= count
-        return taken
-
-    def remove(self, block_ids: list[int]) -> None:
-        """From wherever they are."""
-        following, previous = self._next, self._previous
-        for block_id in block_ids:
-            before, after = previous[block_id], following[block_id]
-            following[before] = after
-            previous[after] = before
-        self._size -= len(block_ids)
-
-    def push_front(self, block_ids: list[int]) -> None:
-        """To be reused first, in this order."""
-        self._insert(self._end, block_ids)
-
-    def push_back(self, block_ids: list[int]) -> None:
-        """To be reused last, in this order."""
-        self._insert(self._previous[self._end], block_ids)
-
-    def _insert(self, before: int, block_ids: list[int]) -> None:
-        following, previous, after = self._next, self._previous, self._next[before]
-        for block_id in block_ids:
-            following[before] = block_id
-            previous[block_id] = before
-            before = block_id
-        following[before] = after
-        previous[after] = before
-        self._size += len(block_ids)
-
-
 class BlockManager:
     """Owns the pool. Does not know who runs when, nor where the bytes are; sizes are in blocks and tokens."""
 
     def __init__(
-        self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool = True, record_events: bool = False
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool = True,
+        record_events: bool = False,
+        window: int | None = None,
     ) -> None:
+        """`window`: of a model all of whose layers have one, in tokens; the largest."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.is_caching = enable_prefix_caching
+        self.window = None if window is None else Window(window, block_size)
+        #: with a window: blocks that a sequence in its prompt holds at most
+        self._most_held = num_blocks
         self._record_events = record_events
         self._ref_count = [0] * num_blocks
         self._hash: list[bytes | None] = [None] * num_blocks
@@ -111,6 +64,7 @@ class BlockManager:
         self._stored: list[bytes] = []
         self._removed: list[bytes] = []
         self._cleared = False
+        self._num_clears = 0
         self._query_tokens = 0
         self._hit_tokens = 0
         self._num_evictions = 0
@@ -127,32 +81,68 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def limit_chunk(self, max_tokens: int | None) -> None:
+        """A prompt gets at most so many tokens a step from now on; None: as many as it has. With a window that bounds
+        what it holds.
+        """
+        if self.window is not None and max_tokens is not None:
+            self._most_held = min(self.num_blocks, self.window.span(max_tokens))
+        else:
+            self._most_held = self.num_blocks
+
+    @property
+    def max_held_tokens(self) -> int:
+        """KV that one sequence in its prompt holds at once, in tokens: the pool, or what a window needs of it."""
+        return self._most_held * self.block_size
+
+    def room(self, sequence: Sequence) -> int:
+        """Tokens that may be computed next in the blocks it has."""
+        return len(sequence.block_ids) * self.block_size - sequence.num_computed_tokens
+
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """Blocks that already hold the leading tokens of `sequence`, at most `num_tokens - 1` of them. Changes nothing
-        but hashes.
+        """Blocks that already hold the leading tokens of `sequence`, at most `num_tokens - 1` of them; with a window
+        NULL_BLOCK for those that are passed. Changes nothing but hashes.
         """
         if not self.is_caching or sequence.lacks_prompt_logprobs:
             return []
         sequence.extend_hashes(self.block_size)
         limit = (sequence.num_tokens - 1) // self.block_size
+        if self.window is not None:
+            end = self.window.hit_end(sequence.block_hashes, self._cached, limit)
+            first = self.window.num_passed(end * self.block_size)
+            return [NULL_BLOCK] * first + [self._cached[h] for h in sequence.block_hashes[first:end]]
         # `iter` with None as its end: one look-up after the other until the first that finds nothing
         return list(iter(map(self._cached.get, islice(sequence.block_hashes, limit)).__next__, None))
 
     def num_hit_tokens(self, sequence: Sequence) -> int:
         return len(self.find_prefix(sequence)) * self.block_size
 
+    def num_needed(self, sequence: Sequence) -> int:
+        """Blocks that `admit` gives it, prefix hits included."""
+        return self._reach(sequence, 0)
+
     def num_missing(self, sequence: Sequence, keep_free: int) -> int:
         """Free blocks that `admit` would lack; 0 or less: it would go through."""
         hits = self.find_prefix(sequence)
-        num_free_hits = sum(not self._ref_count[block_id] for block_id in hits)
-        return self.blocks_for(sequence.num_tokens) - len(hits) + num_free_hits + keep_free - len(self._free)
+        num_passed = self._num_passed(hits)
+        num_free_hits = sum(not self._ref_count[block_id] for block_id in hits[num_passed:])
+        return self._reach(sequence, num_passed) - len(hits) + num_free_hits + keep_free - len(self._free)
 
     def num_held_alone(self, sequence: Sequence) -> int:
         """Blocks that become free when `sequence` gives its own up."""
-        return sum(self._ref_count[block_id] == 1 for block_id in sequence.block_ids)
+        return sum(self._ref_count[block_id] == 1 for block_id in sequence.held_blocks)
+
+    def num_shared_tokens(self, sequence: Sequence) -> int:
+        """Tokens that others keep computed for `sequence` if it gives its blocks up: it would find them again."""
+        num_passed = sequence.num_passed_blocks
+        num_shared = len(sequence.block_ids) - num_passed - self.num_held_alone(sequence)
+        if self.window is not None and num_passed and num_shared < self.window.num_before:
+            return 0
+        return (num_passed + num_shared) * self.block_size
 
     def admit(self, sequence: Sequence, *, keep_free: int = 0) -> bool:
-        """Give `sequence` blocks for all its known tokens, prefix hits included; all or nothing.
+        """Give `sequence` blocks for all its known tokens (with a window: as many of them as it holds at once), prefix
+        hits included; all or nothing.
 
         Reserving the whole prompt keeps a half-computed prefill from ever being the one that cannot grow. `keep_free`
         is the watermark in blocks. Sets `num_computed_tokens` to the hit length. Returns False, with nothing changed,
@@ -160,16 +150,20 @@ class BlockManager:
         """
         assert not sequence.block_ids, f"{sequence} is admitted twice"
         hits = self.find_prefix(sequence)
+        num_passed = self._num_passed(hits)
+        held = hits[num_passed:] if num_passed else hits
         # hits that sit in the free list stop being free when touched, so they count like new ones (case C-16)
         ref_count = self._ref_count
-        free_hits = [block_id for block_id in hits if not ref_count[block_id]]
-        num_new = self.blocks_for(sequence.num_tokens) - len(hits)
+        free_hits = [block_id for block_id in held if not ref_count[block_id]]
+        num_new = self._reach(sequence, num_passed) - len(hits)
         if num_new + len(free_hits) + keep_free > len(self._free):
             return False
         self._free.remove(free_hits)
-        for block_id in hits:
+        for block_id in held:
             ref_count[block_id] += 1
         sequence.block_ids = hits + self._take(num_new)
+        sequence.num_passed_blocks = num_passed
+        sequence.num_clears_before = self._num_clears
         sequence.num_blocks_committed = len(hits)
         sequence.num_computed_tokens = len(hits) * self.block_size
         if sequence.num_preemptions == 0:
@@ -189,6 +183,34 @@ class BlockManager:
         sequence.block_ids += new
         return new
 
+    def slide(self, sequence: Sequence, keep_free: int) -> list[int]:
+        """In a prompt: give back what is passed and take as much again in front, up to what `admit` would have given.
+        Returns the new blocks. If others share what is given back they may be fewer; what is missing comes from the
+        free ones above `keep_free`, now or later.
+        """
+        num_freed = self.release_passed(sequence)
+        missing = self._reach(sequence, sequence.num_passed_blocks) - len(sequence.block_ids)
+        missing = min(missing, num_freed + max(0, len(self._free) - num_freed - keep_free))
+        if missing <= 0:
+            return []
+        new = self._take(missing)
+        sequence.block_ids += new
+        return new
+
+    def release_passed(self, sequence: Sequence) -> int:
+        """Give back the blocks that no later token of `sequence` sees, if there is a window. Returns how many became
+        free. What is computed has to be committed before; the runner need not be told, since it never reads them.
+        """
+        if self.window is None:
+            return 0
+        first, end = sequence.num_passed_blocks, self.window.num_passed(sequence.num_computed_tokens)
+        if end <= first:
+            return 0
+        passed = sequence.block_ids[first:end]
+        sequence.block_ids[first:end] = [NULL_BLOCK] * (end - first)
+        sequence.num_passed_blocks = end
+        return self._give_back(passed, sequence)
+
     def commit(self, sequence: Sequence) -> None:
         """Register the full blocks up to `num_computed_tokens`: from now on others may share them."""
         if not self.is_caching:
@@ -196,6 +218,10 @@ class BlockManager:
         num_full = sequence.num_computed_tokens // self.block_size
         done = sequence.num_blocks_committed
         if num_full <= done:
+            return
+        if self.window is not None and sequence.num_clears_before != self._num_clears:
+            # its blocks stand on forgotten ones, and a window does not ask for those: nobody may find them
+            sequence.num_blocks_committed = num_full
             return
         sequence.extend_hashes(self.block_size)
         hashes, cached, stored = self._hash, self._cached, self._stored
@@ -211,16 +237,9 @@ class BlockManager:
 
     def free(self, sequence: Sequence) -> None:
         """Give up all references of `sequence`. Registered blocks stay findable until they are reused."""
-        ref_count, unregistered, registered = self._ref_count, list[int](), list[int]()
-        for block_id in sequence.block_ids:
-            count = ref_count[block_id] - 1
-            assert count >= 0, f"block {block_id} freed too often, by {sequence}"
-            ref_count[block_id] = count
-            if count == 0:
-                (unregistered if self._hash[block_id] is None else registered).append(block_id)
-        self._free.push_front(unregistered)
-        self._free.push_back(registered[::-1])
+        self._give_back(sequence.held_blocks, sequence)
         sequence.block_ids = []
+        sequence.num_passed_blocks = 0
         sequence.num_blocks_committed = 0
         sequence.num_computed_tokens = 0
 
@@ -230,6 +249,7 @@ class BlockManager:
         """
         self._hash = [None] * self.num_blocks
         self._cached.clear()
+        self._num_clears += 1
         self._stored, self._removed, self._cleared = [], [], self._record_events
 
     def take_events(self) -> KVEvent | None:
@@ -264,11 +284,16 @@ class BlockManager:
         """
         references = [0] * self.num_blocks
         for sequence in sequences:
-            assert len(set(sequence.block_ids)) == len(sequence.block_ids), f"{sequence} holds a block twice"
+            held, num_passed = sequence.held_blocks, sequence.num_passed_blocks
+            assert len(set(held)) == len(held), f"{sequence} holds a block twice"
+            assert sequence.block_ids[:num_passed] == [NULL_BLOCK] * num_passed, f"{sequence} holds passed blocks"
+            assert num_passed <= (self.window.num_passed(sequence.num_computed_tokens) if self.window else 0), (
+                f"{sequence} gave back {num_passed} blocks, and still sees some of them"
+            )
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * self.block_size, (
                 f"{sequence} has tokens without a block"
             )
-            for block_id in sequence.block_ids:
+            for block_id in held:
                 references[block_id] += 1
         assert references == self._ref_count, f"reference counts {self._ref_count} but tables hold {references}"
         free = list(self._free)
@@ -278,6 +303,28 @@ class BlockManager:
         )
         registered = {block_hash: block_id for block_id, block_hash in enumerate(self._hash) if block_hash is not None}
         assert registered == self._cached, "block hashes and the cache index disagree"
+
+    def _num_passed(self, hits: list[int]) -> int:
+        """Of prefix hits, those in front that nobody needs."""
+        return 0 if self.window is None else self.window.num_passed(len(hits) * self.block_size)
+
+    def _reach(self, sequence: Sequence, num_passed: int) -> int:
+        """Length of its block table that is reserved for its known tokens, when so many of it are passed."""
+        needed = self.blocks_for(sequence.num_tokens)
+        return needed if self.window is None else min(needed, num_passed + self._most_held)
+
+    def _give_back(self, block_ids: list[int], sequence: Sequence) -> int:
+        """One reference less of each. Returns how many became free."""
+        ref_count, unregistered, registered = self._ref_count, list[int](), list[int]()
+        for block_id in block_ids:
+            count = ref_count[block_id] - 1
+            assert count >= 0, f"block {block_id} freed too often, by {sequence}"
+            ref_count[block_id] = count
+            if count == 0:
+                (unregistered if self._hash[block_id] is None else registered).append(block_id)
+        self._free.push_front(unregistered)
+        self._free.push_back(registered[::-1])
+        return len(unregistered) + len(registered)
 
     def _take(self, count: int) -> list[int]:
         taken = self._free.pop_front(count)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -17,11 +18,26 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on the file `path` (made if absent), against other processes; waits for the holder.
+    """Hold an exclusive lock on the file `path`, against other processes; waits for the holder. The file is there only
+    as long as somebody holds it.
 
-    The lock goes with the process, so a killed holder leaves nothing to clean up.
+    The lock goes with the process: a killed holder leaves the file, and it harms nobody.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_at(file, path):
+                continue  # the holder before took it away: others may hold one of this name already
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False

@@ -20,7 +20,9 @@ from replica.errors import ModelLoadError, ShoalError
 from replica.json_file import check_file
 from replica.models.decoder import read_config
 from replica.models.decoder_config import DecoderConfig
-from replica.shard import check_divides
+from replica.models.loading import check_ranks
+from replica.side_files import check_side_files
+from replica.tensor_names import told_of_unread
 from replica.weights import WeightReader
 
 #: Gemma's, with 262,144 tokens, has 33 MB
@@ -28,15 +30,23 @@ _MAX_TOKENIZER_BYTES = 256 << 20
 _SMALL_BYTES = 64 << 10
 
 
-def check(folder: Path, max_model_len: int | None) -> None:
-    """Raises ModelLoadError or ConfigError with the file and the reason."""
+def check(folder: Path, max_model_len: int | None, num_ranks: int = 1) -> list[str]:
+    """Raises ModelLoadError or ConfigError with the file and the reason. Returns what people should be told of a model
+    that can be served.
+    """
     from replica.config import EngineConfig, ModelConfig
     from replica.model_runner import max_length
 
     _check_code(folder, read_model_config(folder))
+    check_side_files(folder)
     model = read_config(folder)
+    check_ranks(model, num_ranks)
+    notes: list[str] = []
     if isinstance(model, DecoderConfig):
-        _check_tensors(WeightReader(folder, model, torch.float32, headers_only=True))
+        reader = WeightReader(folder, model, torch.float32, headers_only=True)
+        _check_tensors(reader)
+        if names := reader.unread():
+            notes.append(told_of_unread(folder, names))
     else:
         from replica.models.transformers_shape import check_folder
 
@@ -44,6 +54,7 @@ def check(folder: Path, max_model_len: int | None) -> None:
     _read_small(Checkpoint(folder))
     max_length(EngineConfig(model=ModelConfig(max_model_len=max_model_len)), model)
     check_tokenizer(folder, model.vocab_size)
+    return notes
 
 
 def _check_tensors(reader: WeightReader) -> None:
@@ -103,8 +114,8 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1)
     options = parser.parse_args()
     try:
-        check(options.folder, options.max_model_len)
-        check_divides(read_config(options.folder).to_cut, options.ranks)
+        for note in check(options.folder, options.max_model_len, options.ranks):
+            print(f"warning: {note}")
     except ShoalError as error:
         print(error)
         return 1

@@ -102,6 +102,14 @@ class Checkpoint:
         """All names."""
         return iter(self._where)
 
+    def dtypes(self) -> Iterator[tuple[str, str]]:
+        """(name, dtype as the file writes it) of all tensors."""
+        return ((name, file.places[name].dtype) for name, file in self._where.items())
+
+    def kind(self, name: str) -> str:
+        """Its dtype as the file writes it. Raises ModelLoadError if there is no tensor of this name."""
+        return self._file(name).places[name].dtype
+
     def num_bytes(self, name: str) -> int:
         """Of the whole tensor in the file. Raises ModelLoadError if there is none of this name."""
         return self._file(name).places[name].num_bytes
@@ -110,22 +118,35 @@ class Checkpoint:
         """Raises ModelLoadError if there is no tensor of this name."""
         return self._file(name).places[name].shape
 
-    def read(self, name: str, part: slice = slice(None), dim: int = 0) -> torch.Tensor:
-        """The tensor, or its `part` (step 1) along `dim`, in the file's dtype. Reads no more of the file than it must.
+    def dtype(self, name: str) -> torch.dtype:
+        """In the file. Raises ModelLoadError if there is no tensor of this name."""
+        return _DTYPES[self._file(name).places[name].dtype]
+
+    def read(
+        self,
+        name: str,
+        part: slice = slice(None),
+        dim: int = 0,
+        rows: slice = slice(None),
+        into: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The tensor, or its `part` (step 1) along `dim`, in the file's dtype; with `dim` > 0 also only of these `rows`
+        of the first dimension. Reads no more of the file than it must. `into`: contiguous, of that shape and dtype.
 
         Raises ModelLoadError if a value is inf or NaN: the model could only answer nonsense.
         """
         file = self._file(name)
         place = file.places[name]
-        shape, runs = _part(place, part, dim)
-        num_bytes = runs[0] * runs[2]
-        memory = _memory(num_bytes)
-        for done in _fill(file, place, runs, memory):
+        shape, runs = _part(place, part, dim, rows)
+        dtype = _DTYPES[place.dtype]
+        tensor = new_tensor(shape, dtype) if into is None else into
+        assert (*tensor.shape, tensor.dtype) == (*shape, dtype), f"{name}: {shape} does not fit {tensor.shape}"
+        if not tensor.numel():
+            return tensor
+        for done in _fill(file, place, runs, tensor.reshape(-1).view(torch.uint8).numpy()):
             if not _is_finite(done, place.dtype):
                 raise ModelLoadError(f"{file.path}: tensor {name} holds inf or NaN, so the file is damaged")
-        if not num_bytes:
-            return torch.empty(shape, dtype=_DTYPES[place.dtype])
-        return torch.from_numpy(memory).view(_DTYPES[place.dtype]).reshape(shape)
+        return tensor
 
     def digest(self) -> str:
         """Hex digest of the weight files: sizes and 256 evenly spaced 64 KiB samples of each.
@@ -154,7 +175,7 @@ class Checkpoint:
 _Runs = tuple[int, int, int, int]
 
 
-def _part(place: TensorPlace, part: slice, dim: int) -> tuple[tuple[int, ...], _Runs]:
+def _part(place: TensorPlace, part: slice, dim: int, rows: slice) -> tuple[tuple[int, ...], _Runs]:
     """Shape of the part, and its pieces."""
     if not place.shape:
         assert part == slice(None), "a scalar has no parts"
@@ -163,22 +184,29 @@ def _part(place: TensorPlace, part: slice, dim: int) -> tuple[tuple[int, ...], _
     start, stop, step = part.indices(length)
     assert step == 1, "parts are contiguous along their dimension"
     wanted = max(0, stop - start)
-    shape = (*place.shape[:dim], wanted, *place.shape[dim + 1 :])
-    outer = math.prod(place.shape[:dim])
-    stride = place.num_bytes // outer if outer else 0
+    before = place.shape[:dim]
+    stride = place.num_bytes // math.prod(before) if math.prod(before) else 0
+    skipped = 0
+    if rows != slice(None):
+        assert dim, "rows are a part along the first dimension already"
+        chosen = range(before[0])[rows]
+        before = (len(chosen), *before[1:])
+        skipped = chosen.start * math.prod(before[1:])
+    shape, outer = (*before, wanted, *place.shape[dim + 1 :]), math.prod(before)
     inner = stride // length if length else 0
     if wanted == length:  # all of it is one piece
-        return shape, (1, 0, place.num_bytes, place.num_bytes)
-    return shape, (outer, start * inner, wanted * inner, stride)
+        return shape, (1, skipped * stride, outer * stride, outer * stride)
+    return shape, (outer, skipped * stride + start * inner, wanted * inner, stride)
 
 
-def _memory(num_bytes: int) -> NDArray[np.uint8]:
-    """[num_bytes], not written yet."""
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Not written yet. Large ones are memory of their own."""
+    num_bytes = math.prod(shape) * dtype.itemsize
     if num_bytes < _HUGE_BYTES:
-        return np.empty(num_bytes, np.uint8)
+        return torch.empty(shape, dtype=dtype)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, np.uint8)
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape)
 
 
 def _fill(file: _File, place: TensorPlace, runs: _Runs, memory: NDArray[np.uint8]) -> Iterator[NDArray[np.uint8]]:

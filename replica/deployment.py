@@ -16,10 +16,12 @@ from typing import Any
 import ray
 from ray import serve
 
+from replica.admission import longest_sequence
 from replica.config import EngineConfig, resolve
 from replica.engine import Engine
 from replica.errors import ConfigError
 from replica.hardware import detect_hardware
+from replica.memory_check import check_pool
 from replica.messages import Role
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import PacedRunner, RunnerThread
@@ -82,9 +84,12 @@ class Replica:
     ) -> None:
         set_up_logs()
         at_start, number = settings(config, {})
-        self._resolve = partial(resolve, hardware=detect_hardware(), replicas_on_node=replicas_on_node)
+        hardware = detect_hardware()
+        self._resolve = partial(resolve, hardware=hardware, replicas_on_node=replicas_on_node)
         self._settings = partial(settings, config)
         self.config = self._resolve(at_start)
+        if not self.config.parallel.ranks_may_be_remote and self.config.model.runner == "torch":
+            check_pool(self.config.cache, hardware.memory_bytes, replicas_on_node)
         self._refused = ""
         self._told: Mapping[str, Any] = {}
         self.role = Role(role)
@@ -99,8 +104,7 @@ class Replica:
         self.engine.configure(self.config, number)
         info = self.engine.core.info
         logger.info("%s", info.description)
-        if info.num_blocks * info.block_size < info.max_model_len:
-            room = info.num_blocks * info.block_size
+        if (room := longest_sequence(info)[0]) < info.max_model_len:
             logger.warning("the KV cache holds %d tokens, less than max_model_len %d", room, info.max_model_len)
         self._service = ReplicaService(self.engine)
         self.address = await self._service.start(ray.util.get_node_ip_address())

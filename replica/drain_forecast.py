@@ -33,6 +33,8 @@ class Room(msgspec.Struct, frozen=True):
     num_places: int
     num_free_tokens: int
     num_prompt_tokens: int
+    #: of one sequence, tokens whose KV it holds at once: fewer than it has in a model with a window
+    max_held_tokens: float = float("inf")
 
 
 class DrainForecast:
@@ -72,6 +74,7 @@ class DrainForecast:
         """Seconds until the last one is admitted; 0 if no step was measured yet."""
         share = self._num_said / self._num_allowed
         base_s, decode_s, prompt_s = pace.line
+        most = room.max_held_tokens
         free, per_step = float(room.num_free_tokens), max(1, room.num_prompt_tokens)
         #: steps from now, and when the prompts before are computed; prompt tokens make steps longer, not more
         clock, prompts_end, seconds = 0.0, 0.0, 0.0
@@ -83,14 +86,18 @@ class DrainForecast:
             prompt = max(0, num_tokens - sequence.num_computed_tokens - 1)
             prompts_end += prompt / per_step
             seconds += prompt * prompt_s
-            free -= left
-            ends.append((left + prompt / per_step, num_tokens + left))
+            held = num_tokens + left
+            if held > most:  # with a window; `min` and `max` here cost the walk 30 %
+                free, held = free - max(0.0, most - num_tokens), most
+            else:
+                free -= left
+            ends.append((left + prompt / per_step, held))
         heapify(ends)
         admitted = seconds
         for sequence in waiting:
             prompt = sequence.num_tokens
             left = max(1.0, share * (sequence.max_total_tokens - prompt))
-            size, at, step_s = prompt + left, max(clock, prompts_end), base_s + decode_s * len(ends)
+            size, at, step_s = min(most, prompt + left), max(clock, prompts_end), base_s + decode_s * len(ends)
             while ends and (len(ends) >= room.num_places or free < size or ends[0][0] <= at):
                 end, given_back = heappop(ends)
                 at, free = max(at, end), free + given_back

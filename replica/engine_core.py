@@ -54,6 +54,7 @@ class EngineCore:
             info.block_size,
             enable_prefix_caching=config.cache.enable_prefix_caching,
             record_events=record_kv_events,
+            window=info.window,
         )
         self._admission = Admission(info, config.admission.max_queued_requests)
         self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
@@ -256,16 +257,14 @@ class EngineCore:
         scheduler, blocks = self.scheduler, self.blocks.stats()
         waiting = (scheduler.queued, scheduler.returning, scheduler.blocked)
         counters = scheduler.counters
-        num_context = scheduler.running.num_context_tokens
+        num_uncomputed, num_context = scheduler.running.count_tokens()
         num_used = blocks.num_blocks - blocks.num_free
         return ReplicaLoad(
             num_queued=scheduler.num_queued,
             num_returning=sum(map(len, waiting)) - scheduler.num_queued,
             num_running=len(scheduler.running),
             num_queued_prompt_tokens=sum(queue.num_prompt_tokens for queue in waiting),
-            num_uncomputed_tokens=sum(queue.num_tokens for queue in waiting)
-            + scheduler.running.num_known_tokens
-            - num_context,
+            num_uncomputed_tokens=sum(queue.num_tokens for queue in waiting) + num_uncomputed,
             num_context_tokens=num_context,
             num_free_blocks=blocks.num_free,
             num_blocks=blocks.num_blocks,
@@ -322,7 +321,7 @@ class EngineCore:
         scheduler = self.scheduler
         num_free = self.blocks.stats().num_free * self.blocks.block_size
         num_prompt_tokens = scheduler.prompt_token_limit - len(scheduler.running)
-        return Room(scheduler.max_num_seqs, num_free, num_prompt_tokens)
+        return Room(scheduler.max_num_seqs, num_free, num_prompt_tokens, self.blocks.max_held_tokens)
 
     def _last_queued(self) -> tuple[int, float] | None:
         """Whose place a more urgent request might take."""

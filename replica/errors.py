@@ -14,6 +14,7 @@
     ├── DeadlineExceededError        the request's own deadline, or that of a question to replicas, passed
     ├── ReplicaLostError             the replica died and the request could not be continued elsewhere
     ├── EngineError                  the model runner raised; the sequences of that step are gone
+    │   ├── NotFiniteError           the model computed NaN or infinity for this request, and would again
     │   └── RanksLostError           ranks of a tensor-parallel group died, stopped or hung; the group is restarted
     ├── ModelLoadError               a model folder or file cannot be used (sentence inside)
     └── ConfigError                  a configuration that cannot work (field, value, what is allowed)
@@ -104,6 +105,10 @@ class ReplicaLostError(ShoalError):
 
 class EngineError(ShoalError):
     """The model runner failed on a step."""
+
+
+class NotFiniteError(EngineError):
+    """The model computed NaN or infinity where logits should be; the same would happen on every replica."""
 
 
 class RanksLostError(EngineError):

@@ -2,7 +2,8 @@
 
 The next token is a function of the whole prefix, but the prefix is not taken from the token list: it is a rolling hash
 that lives in a fake KV cache and is read and written *through the block table*. So a wrong block table, a block reused
-too early or a shared block that was never computed changes the tokens, as it would with a real model.
+too early or a shared block that was never computed changes the tokens, as it would with a real model. With a window,
+which reaches far beyond the one state that a token needs, everything in it is looked at in each step.
 """
 
 from __future__ import annotations
@@ -82,11 +83,13 @@ def _avoid(token_id: int, banned: frozenset[int], vocab_size: int) -> int:
 class _Known:
     """The runner's copy of one sequence."""
 
-    __slots__ = ("allowed", "block_ids", "min_total", "num_prompt_tokens", "sampling", "seed", "token_ids")
+    __slots__ = ("allowed", "block_ids", "min_total", "num_prompt_tokens", "sampling", "seed", "states", "token_ids")
 
     def __init__(self, new: NewSequence) -> None:
         self.token_ids = list(new.token_ids)
         self.block_ids = list(new.block_ids)
+        #: what the KV of its leading tokens must hold; with a window only
+        self.states: list[int] = []
         self.num_prompt_tokens = new.num_prompt_tokens
         self.sampling: SamplingParams = new.sampling
         # greedy ignores the seed; ignore_eos and min_tokens keep eos out, as masking does in a real sampler
@@ -115,7 +118,10 @@ class FakeModelRunner:
         vocab_size: int = 49152,
         eos_token_ids: tuple[int, ...] = (2,),
         cost: CostModel | None = None,
+        window: int | None = None,
     ) -> None:
+        """`window`: at least 2, since the state of a token is made from the one before it."""
+        assert window is None or window >= 2, f"a window of {window} tokens"
         self._info = RunnerInfo(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -124,6 +130,7 @@ class FakeModelRunner:
             eos_token_ids=eos_token_ids,
             model_fingerprint="fake",
             description="fake runner: no weights, tokens from a hash of the prefix",
+            window=window,
         )
         self.cost = cost or CostModel()
         self._eos = frozenset(eos_token_ids)
@@ -144,7 +151,7 @@ class FakeModelRunner:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Advance the fake KV through the block tables. Raises KeyError or IndexError on a plan that breaks the
-        contract.
+        contract, EngineError on one with another's tokens in a window.
         """
         self._apply_news(plan)
         seq_ids, token_ids = [], []
@@ -168,7 +175,7 @@ class FakeModelRunner:
             if num_top is not None:
                 told = known.token_ids[start + 1 : min(start + count, known.num_prompt_tokens - 1) + 1]
                 prompt_logprobs[seq_id] = [self._logprobs(token_id, num_top) for token_id in told]
-        duration_s = self.cost.step_s(plan)
+        duration_s = self.cost.step_s(self._as_read(plan))
         self._last = StepResult(plan.step, seq_ids, token_ids, duration_s, logprobs, prompt_logprobs, more=more)
         return self._last
 
@@ -190,7 +197,7 @@ class FakeModelRunner:
         first = known.token_ids.pop()
         known.token_ids += drafts
         states = [self._write(known, position, 1) for position in range(start, start + len(drafts))]
-        del known.token_ids[start:]
+        del known.token_ids[start:], known.states[start:]
         known.token_ids.append(first)
         for draft, state in zip(drafts, states, strict=True):
             if known.token_ids[-1] != draft:
@@ -230,8 +237,26 @@ class FakeModelRunner:
 
     def _write(self, known: _Known, start: int, count: int) -> int:
         size, blocks, kv = self._info.block_size, known.block_ids, self._kv
+        if self._info.window is not None:
+            self._read_window(known, start, self._info.window)
         state = _ROOT if start == 0 else kv[blocks[(start - 1) // size] * size + (start - 1) % size]
         for position in range(start, start + count):
             state = mix(state, known.token_ids[position])
             kv[blocks[position // size] * size + position % size] = state
         return state
+
+    def _as_read(self, plan: StepPlan) -> StepPlan:
+        """With no more context than a window shows."""
+        if (window := self._info.window) is None:
+            return plan
+        return msgspec.structs.replace(plan, num_computed=[min(window, count) for count in plan.num_computed])
+
+    def _read_window(self, known: _Known, start: int, window: int) -> None:
+        """All that the token at `start` sees before it must be there, and be its own. Raises EngineError."""
+        states, size = known.states, self._info.block_size
+        for token_id in known.token_ids[len(states) : start]:
+            states.append(mix(states[-1] if states else _ROOT, token_id))
+        for position in range(max(0, start - window + 1), start):
+            block_id = known.block_ids[position // size]
+            if block_id < 0 or self._kv[block_id * size + position % size] != states[position]:
+                raise EngineError(f"the token at {start} sees something else at {position}, in block {block_id}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from replica.attention_window import NULL_BLOCK
 from replica.errors import EngineError, InvalidRequestError
 from replica.grammar import GrammarCompiler, GrammarError
 from replica.sampler import uniform
@@ -72,8 +73,12 @@ class SequenceStore:
         eos: tuple[int, ...],
         grammars: GrammarCompiler | None = None,
         with_rules: bool = True,
+        window: int | None = None,
     ) -> None:
-        """`with_rules`: False on a rank that chooses nothing; it still computes the logits of prompts."""
+        """`with_rules`: False on a rank that chooses nothing; it still computes the logits of prompts. `window`: as in
+        `RunnerInfo`.
+        """
+        self._window = window
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._max_len = max_model_len
@@ -139,7 +144,7 @@ class SequenceStore:
         self._num_tokens[slot] = len(tokens)
         self._num_prompt[slot] = new.num_prompt_tokens
         self._num_blocks_of[slot] = 0
-        self._append_blocks(slot, new.block_ids)
+        self._append_blocks(slot, new.block_ids, lowest=0 if self._window is None else NULL_BLOCK)
         sampling = new.sampling
         self._temperature[slot] = sampling.temperature
         self._top_p[slot] = sampling.top_p
@@ -160,13 +165,13 @@ class SequenceStore:
         else:
             self._rules[slot] = rules
 
-    def _append_blocks(self, slot: int, block_ids: list[int]) -> None:
+    def _append_blocks(self, slot: int, block_ids: list[int], lowest: int = 0) -> None:
         start = int(self._num_blocks_of[slot])
         end = start + len(block_ids)
         if end > self._blocks.shape[1]:
             self._blocks = _widened(self._blocks, max(end, 2 * self._blocks.shape[1]))
         ids = np.asarray(block_ids, np.int32)
-        if len(ids) and (ids.min() < 0 or ids.max() >= self._num_blocks):
+        if len(ids) and (ids.min() < lowest or ids.max() >= self._num_blocks):
             raise EngineError(f"a block id of the plan is outside 0..{self._num_blocks - 1}")
         self._blocks[slot, start:end] = ids
         self._num_blocks_of[slot] = end
@@ -200,6 +205,8 @@ class SequenceStore:
         num_drafts = self._write_drafts(plan) if plan.drafts else None
         reach = known if num_drafts is None else known + num_drafts
         self._check(plan, end, reach, self._num_blocks_of[slots] * self._block_size, scheduled)
+        if self._window is not None:
+            self._check_window(plan, slots, np.maximum(0, computed - self._window + 1))
         seq_start = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(scheduled, out=seq_start[1:])
         if len(slots) == seq_start[-1]:  # every sequence computes one token
@@ -276,6 +283,15 @@ class SequenceStore:
                 f"sequence {plan.seq_ids[i]}: {scheduled[i]} tokens up to position {end[i]} scheduled, "
                 f"with {known[i]} tokens known, block room for {room[i]} and max_model_len {self._max_len}"
             )
+
+    def _check_window(self, plan: StepPlan, slots: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+        """The block with the first position that each sequence sees is there, and so are those behind it: NULL_BLOCK
+        only leads.
+        """
+        missing = self._blocks[slots, first // self._block_size] < 0
+        if missing.any():
+            i = int(np.flatnonzero(missing)[0])
+            raise EngineError(f"sequence {plan.seq_ids[i]} sees position {first[i]}, and has no block for it")
 
     def _ruled(self, who: NDArray[np.int64]) -> tuple[tuple[int, SequenceRules, Ints], ...]:
         ruled = []

@@ -73,7 +73,7 @@ def aged_priority(order_key: OrderKey, ageing_s: float) -> float:
 
 class FinishReason(enum.StrEnum):
     """Why a sequence ended. `MOVED` never reaches a client: the router continues the sequence elsewhere. `INVALID`
-    reaches it as an error; so does `DEADLINE`, and `SHED` unless another replica takes the request.
+    reaches it as an error; so do `NOT_FINITE` and `DEADLINE`, and `SHED` unless another replica takes the request.
     """
 
     STOP = "stop"
@@ -83,6 +83,8 @@ class FinishReason(enum.StrEnum):
     MOVED = "moved"
     #: the sequence cannot go on as it was asked for, here or elsewhere: a grammar that cannot be followed, say
     INVALID = "invalid"
+    #: the model computed NaN or infinity for it, and would again elsewhere: there is no token to choose
+    NOT_FINITE = "not_finite"
     #: of a request that had not begun, all sequences at once: it made way for a more urgent one. Another replica may
     #: take it.
     SHED = "shed"
@@ -219,7 +221,7 @@ class ReplicaLoad(WireRecord, frozen=True):
     num_queued_prompt_tokens: int = 0
     #: known tokens without KV yet, over all unfinished sequences
     num_uncomputed_tokens: int = 0
-    #: tokens with KV, over the running sequences
+    #: tokens with KV that the next ones see, over the running sequences
     num_context_tokens: int = 0
     num_free_blocks: int = 0
     num_blocks: int = 0

@@ -19,13 +19,16 @@ from replica.errors import ConfigError, EngineError, ModelLoadError
 from replica.grammar import GrammarCompiler, GrammarError
 from replica.hardware import detect_hardware
 from replica.input_batch import InputBatch, SequenceStore
+from replica.memory_check import check_pool
 from replica.messages import TokenLogprobs
 from replica.models import kv_pool
 from replica.models.decoder import read_config
 from replica.models.decoder_config import ModelShape
-from replica.models.loading import LoadSettings, load_decoder
+from replica.models.loading import LoadSettings, check_ranks, load_decoder
+from replica.sampler import NOT_FINITE
 from replica.sampling_rules import prompt_logprobs
-from replica.shard import Shard, check_divides
+from replica.shard import Shard
+from replica.side_files import eos_token_ids
 from replica.step import RunnerInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -51,9 +54,11 @@ class TorchModelRunner:
         shard: Shard = Shard(),
         collective: Collective | None = None,
     ) -> None:
-        config = resolve(config, detect_hardware())
+        hardware = detect_hardware()
+        config = resolve(config, hardware)
+        self._folder = folder
         self._model = read_config(folder)
-        check_divides(self._model.to_cut, shard.size)
+        check_ranks(self._model, shard.size)
         assert shard.size == 1 or collective is not None, "ranks need something to talk over"
         self._shard, self._collective = shard, collective or NoPeers()
         self._dtype = _DTYPES[config.model.dtype]
@@ -62,6 +67,8 @@ class TorchModelRunner:
         torch.set_num_threads(threads)
         self._num_blocks = _pool_size(config, self._model, self._dtype, shard)
         self._block_size = config.cache.block_size
+        if not config.parallel.ranks_may_be_remote:  # they share the pool, and this machine
+            check_pool(config.cache, hardware.memory_bytes, 1, self._model, self._dtype.itemsize)
         settings = LoadSettings(
             dtype=self._dtype,
             num_blocks=self._num_blocks,
@@ -80,8 +87,11 @@ class TorchModelRunner:
             loaded.weight_bytes,
             self._num_blocks * kv_pool.block_bytes(self._model, self._block_size, self._dtype, shard),
         )
-        eos = _eos_token_ids(folder)
+        eos = eos_token_ids(folder)
         self._grammars = GrammarCompiler(folder / "tokenizer.json", self._model.vocab_size, eos)
+        window = self._model.window
+        #: of all layers; None: some layer sees everything, or no sequence gets longer than that
+        self._window = window if window is not None and window < max_len else None
         self._store_arguments = (
             self._block_size,
             self._num_blocks,
@@ -111,16 +121,24 @@ class TorchModelRunner:
             eos_token_ids=eos,
             model_fingerprint=self._fingerprint(loaded.digest, max_len),
             description=f"cpu, {config.model.dtype}, {threads} threads, {loaded.description}; {verdict}",
+            window=self._window,
         )
 
     def _new_store(self) -> SequenceStore:
-        return SequenceStore(*self._store_arguments, with_rules=not self._shard.rank)
+        return SequenceStore(*self._store_arguments, with_rules=not self._shard.rank, window=self._window)
 
     def _run_self_test(self, room: int) -> str:
         from replica.self_test import check_invariance
 
         started = time.perf_counter()
-        self.is_invariant = check_invariance(self, self._model.vocab_size, self._num_blocks, self._block_size, room)
+        try:
+            self.is_invariant = check_invariance(self, self._model.vocab_size, self._num_blocks, self._block_size, room)
+        except ModelLoadError as error:
+            raise ModelLoadError(f"{self._folder.name} is not served: in the self-test {error}") from None
+        if not self.is_invariant:
+            logger.warning(
+                "the invariance self-test FAILED: what a request is answered may depend on the requests beside it"
+            )
         self._store, self._untold = self._new_store(), None
         self.last_logits.clear()
         elapsed_ms = (time.perf_counter() - started) * 1e3
@@ -175,40 +193,55 @@ class TorchModelRunner:
             tokens[first : first + len(of_one)] = of_one
         self._store.append(batch, tokens)
 
+    @property
+    def kv_pool(self) -> torch.Tensor:
+        """This rank's, as `models/kv_pool.py` allocates it."""
+        return self._decoder.pool
+
     def begin_anew(self) -> None:
         """Keep the weights, forget every sequence: a peer was replaced, and what it knew is gone."""
         self._store, self._untold = self._new_store(), None
 
     def agree(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Rank 0's `result` on every rank, over the peers themselves: for the self-test, before anything else carries
-        messages. One token a sequence; float32 holds token ids exactly.
+        messages. One token a sequence; float32 holds token ids exactly. 0: none is due, -1: there is none to choose.
         """
         tokens = torch.zeros(len(plan.seq_ids))
         for seq_id, token_id in zip(result.seq_ids, result.token_ids, strict=True):
             tokens[plan.seq_ids.index(seq_id)] = token_id + 1
+        for seq_id in result.not_finite:
+            tokens[plan.seq_ids.index(seq_id)] = -1
         self._collective.sum_(tokens)
-        pairs = [(s, int(t) - 1) for s, t in zip(plan.seq_ids, tokens.tolist(), strict=True) if t]
-        return StepResult(plan.step, [s for s, _ in pairs], [t for _, t in pairs], result.duration_s)
+        told = list(zip(plan.seq_ids, tokens.tolist(), strict=True))
+        pairs = [(s, int(t) - 1) for s, t in told if t > 0]
+        not_finite = [s for s, t in told if t < 0]
+        return StepResult(
+            plan.step, [s for s, _ in pairs], [t for _, t in pairs], result.duration_s, not_finite=not_finite
+        )
 
     def _take(self, plan: StepPlan, batch: InputBatch, tokens: NDArray[np.int32], logits: torch.Tensor) -> StepResult:
         """The chosen tokens as a result, drafts judged."""
         kept = self._store.append(batch, tokens)
         owners = [plan.seq_ids[i] for i in batch.sampled[kept].tolist()]
+        chosen = tokens[kept].tolist()
         if self.capture_logits:
             rows: dict[int, list[int]] = {}
             for row, seq_id in zip(kept.tolist(), owners, strict=True):
                 rows.setdefault(seq_id, []).append(row)
             self.last_logits.update({seq_id: logits[of_one].clone() for seq_id, of_one in rows.items()})
-        if not batch.drafted:
-            return StepResult(plan.step, owners, tokens.tolist())
+        if not batch.drafted and NOT_FINITE not in chosen:  # 1 us for 256 rows
+            return StepResult(plan.step, owners, chosen)
+        not_finite = sorted({seq_id for seq_id, token_id in zip(owners, chosen, strict=True) if token_id == NOT_FINITE})
         first: dict[int, int] = {}
         more: dict[int, list[int]] = {}
-        for seq_id, token_id in zip(owners, tokens[kept].tolist(), strict=True):
+        for seq_id, token_id in zip(owners, chosen, strict=True):
+            if seq_id in not_finite:
+                continue
             if seq_id in first:
                 more.setdefault(seq_id, []).append(token_id)
             else:
                 first[seq_id] = token_id
-        return StepResult(plan.step, list(first), list(first.values()), more=more)
+        return StepResult(plan.step, list(first), list(first.values()), more=more, not_finite=not_finite)
 
     def _choose_by_rules(self, plan: StepPlan, batch: InputBatch) -> StepResult:
         """The step in three: logits, what rules make of them, the choice. A rule that cannot be kept ends its own
@@ -218,14 +251,17 @@ class TorchModelRunner:
         rows = logits.numpy()
         seq_ids = [plan.seq_ids[i] for i in batch.sampled]
         failed = {seq_id: why for seq_id, why in self._store.failed.items() if seq_id in plan.seq_ids}
-        told = {
-            part.seq_id: prompt_logprobs(
-                rows[part.first : part.first + len(part.next_ids)], part.next_ids, part.num_top
-            )
-            for part in batch.prompt_rows
-            if part.seq_id not in failed
-        }
+        told: dict[int, list[TokenLogprobs]] = {}
+        not_finite: set[int] = set()
+        for part in batch.prompt_rows:
+            of_part = rows[part.first : part.first + len(part.next_ids)]
+            if not np.isfinite(of_part.max(axis=1)).all():
+                not_finite.add(part.seq_id)
+            elif part.seq_id not in failed:
+                told[part.seq_id] = prompt_logprobs(of_part, part.next_ids, part.num_top)
         for index, rules, output in batch.ruled:
+            if not np.isfinite(rows[index].max()):
+                continue  # no token will be chosen
             try:
                 rules.apply(rows[index], output)
             except GrammarError as error:
@@ -236,7 +272,7 @@ class TorchModelRunner:
         tokens = self._decoder.choose(batch)
         logprobs: dict[int, TokenLogprobs] = {}
         for index, rules, _ in batch.ruled:
-            if seq_ids[index] in failed:
+            if seq_ids[index] in failed or tokens[index] == NOT_FINITE:
                 continue
             try:
                 if (entry := rules.chosen(int(tokens[index]))) is not None:
@@ -244,8 +280,9 @@ class TorchModelRunner:
             except GrammarError as error:
                 failed[seq_ids[index]] = _cannot_go_on(error)
         result = self._take(plan, batch, tokens, logits)
+        not_finite.update(result.not_finite)
         chosen = zip(result.seq_ids, result.token_ids, strict=True)
-        kept = [(seq_id, token_id) for seq_id, token_id in chosen if seq_id not in failed]
+        kept = [(seq_id, token_id) for seq_id, token_id in chosen if seq_id not in failed and seq_id not in not_finite]
         return msgspec.structs.replace(
             result,
             seq_ids=[seq_id for seq_id, _ in kept],
@@ -253,6 +290,7 @@ class TorchModelRunner:
             logprobs=logprobs,
             prompt_logprobs=told,
             failed=failed,
+            not_finite=sorted(not_finite - set(failed)),
         )
 
     def prepare_grammar(self, grammar: str) -> None:
@@ -284,18 +322,3 @@ def _pool_size(config: EngineConfig, model: ModelShape, dtype: torch.dtype, shar
         return config.cache.num_blocks
     assert config.cache.kv_cache_gib is not None, "resolve() fills it"
     return kv_pool.count_blocks(model, config.cache.block_size, dtype, config.cache.kv_cache_gib, shard)
-
-
-def _eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """From generation_config.json, else config.json."""
-    for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        if not path.exists():
-            continue
-        try:
-            eos = json.loads(path.read_text()).get("eos_token_id")
-        except ValueError as error:
-            raise ModelLoadError(f"{path} is not JSON: {error}") from error
-        if eos is not None:
-            return tuple(eos) if isinstance(eos, list) else (int(eos),)
-    return ()

@@ -102,5 +102,4 @@ class VictimChoice:
         return min(reversed(candidates), key=self._rework, default=None)
 
     def _rework(self, sequence: Sequence) -> int:
-        num_shared = len(sequence.block_ids) - self._blocks.num_held_alone(sequence)
-        return max(0, sequence.num_computed_tokens - num_shared * self._blocks.block_size)
+        return max(0, sequence.num_computed_tokens - self._blocks.num_shared_tokens(sequence))

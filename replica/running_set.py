@@ -54,8 +54,10 @@ class RunningSet:
     are made on demand. Iteration is in admission order. Knows no blocks and decides nothing.
     """
 
-    def __init__(self, block_size: int, is_caching: bool, num_rows: int = 16) -> None:
+    def __init__(self, block_size: int, is_caching: bool, window: int | None = None, num_rows: int = 16) -> None:
+        """`window`: of a model all of whose layers have one, in tokens."""
         self._block_size = block_size
+        self._window = window
         self._is_caching = is_caching
         self.num_tokens: Ints = np.zeros(num_rows, np.int64)
         self.num_computed: Ints = np.zeros(num_rows, np.int64)
@@ -91,14 +93,15 @@ class RunningSet:
         """Of the least urgent one; somebody runs."""
         return float(self._priority[self._order[: len(self)]].max())
 
-    @property
-    def num_context_tokens(self) -> int:
-        """Tokens with KV. Rows that nobody owns hold zeros, so no look at who runs is needed."""
-        return int(self.num_computed.sum())
-
-    @property
-    def num_known_tokens(self) -> int:
-        return int(self.num_tokens.sum())
+    def count_tokens(self) -> tuple[int, int]:
+        """Tokens that are to be computed, and those with KV that the next ones see. Rows that nobody owns hold zeros,
+        so no look at who runs is needed.
+        """
+        num_computed = int(self.num_computed.sum())
+        num_uncomputed = int(self.num_tokens.sum()) - num_computed
+        if self._window is None:
+            return num_uncomputed, num_computed
+        return num_uncomputed, int(np.minimum(self.num_computed, self._window).sum())
 
     @property
     def num_unfilled_slots(self) -> int:
@@ -151,8 +154,8 @@ class RunningSet:
         self.room[sequence.row] = len(sequence.block_ids) * self._block_size
 
     def settle(self, sequence: Sequence) -> None:
-        """Compute again from when on its tokens need a look: call it when blocks were committed, when the first token
-        is out, and when it was aborted.
+        """Compute again from when on its tokens need a look: call it when blocks were committed or given back, when the
+        first token is out, and when it was aborted.
         """
         sampling = sequence.sampling
         if (
@@ -165,6 +168,9 @@ class RunningSet:
         elif self._is_caching:
             # the token that fills a block is computed one step later, when there is one token more
             look_at = min(sequence.max_total_tokens, (sequence.num_blocks_committed + 1) * self._block_size + 1)
+        elif self._window is not None:  # blocks that it has passed are given back at borders
+            num_full = sequence.num_computed_tokens // self._block_size
+            look_at = min(sequence.max_total_tokens, (num_full + 1) * self._block_size + 1)
         else:
             look_at = sequence.max_total_tokens
         self.look_at[sequence.row] = look_at

@@ -6,11 +6,15 @@ and what the tests compare against. Knows nothing of batches: a row never sees i
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 #: what the kernels' exp() cannot tell from nothing: a token this much less likely than the likeliest is never chosen
 _LEAST_WEIGHT = 1e-37
+#: in place of a token: the row's largest logit is NaN or infinite
+NOT_FINITE = -1
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -37,12 +41,16 @@ def sample_row(
     logits: NDArray[np.float32], temperature: float, top_k: int, top_p: float, u: float, min_p: float = 0.0
 ) -> int:
     """Token id for one row [vocab]: argmax at temperature 0, else inverse CDF at `u` over what min-p, then top-k, then
-    top-p leave. min-p keeps tokens at least that share as likely as the likeliest.
+    top-p leave. min-p keeps tokens at least that share as likely as the likeliest. NOT_FINITE for a row with a NaN, or
+    whose largest logit is infinite.
 
     Unfiltered, the CDF runs in id order; filtered, from the likeliest down (equal ones: lower id first).
     """
+    likeliest = int(np.argmax(logits))  # the first NaN, if there is one
+    if not math.isfinite(logits[likeliest]):
+        return NOT_FINITE
     if temperature <= 0:
-        return int(np.argmax(logits))
+        return likeliest
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
     weights = np.exp(scaled)
     weights[weights < max(min_p, _LEAST_WEIGHT)] = 0.0
@@ -73,9 +81,10 @@ def sample(
     min_p: NDArray[np.float32],
     uniforms: NDArray[np.float64],
 ) -> NDArray[np.int32]:
-    """One token per row of `logits` [rows, vocab]; the other arrays are [rows]."""
+    """One token per row of `logits` [rows, vocab], NOT_FINITE for a row without one; the other arrays are [rows]."""
     tokens: NDArray[np.int32] = logits.argmax(axis=1).astype(np.int32)
-    for row in np.flatnonzero(temperature > 0):
+    tokens[~np.isfinite(logits[np.arange(len(tokens)), tokens])] = NOT_FINITE
+    for row in np.flatnonzero((temperature > 0) & (tokens != NOT_FINITE)):
         tokens[row] = sample_row(
             logits[row], float(temperature[row]), int(top_k[row]), float(top_p[row]), uniforms[row], float(min_p[row])
         )

@@ -59,7 +59,8 @@ class Scheduler:
         self.returning = WaitingQueue()
         #: waiting sequences that may not run yet, because their grammar is being compiled
         self.blocked = WaitingQueue()
-        self.running = RunningSet(blocks.block_size, blocks.is_caching)
+        window = None if blocks.window is None else blocks.window.size
+        self.running = RunningSet(blocks.block_size, blocks.is_caching, window)
         self.ledger = TenantLedger()
         self._wait_clock = WaitClock()
         self.counters = SchedulerCounters()
@@ -228,8 +229,8 @@ class Scheduler:
         living = self.living()
         if request_id:
             living, limit = [s for s in living if s.request_id == request_id], MAX_ACCOUNTS
-        queue, size = Queue(self._rules.admission.in_turn(), self._planned_at), self._blocks.block_size
-        accounts = [account(s, size, now, queue) for s in oldest(living, limit)]
+        queue = Queue(self._rules.admission.in_turn(), self._planned_at)
+        accounts = [account(s, self._blocks.num_needed(s), now, queue) for s in oldest(living, limit)]
         return accounts + (self.ended.of(request_id) if request_id else [])
 
     def invalidate(self, sequence: Sequence, message: str, now: float) -> Progress:
@@ -265,11 +266,11 @@ class Scheduler:
         everyone, prefills = self.running.split()
         decodes = everyone.first(budget.tokens_left)
         num_preemptions = self.counters.preemptions
-        new_blocks = self._grow(decodes, now)
+        budget.tell_blocks(self._grow(decodes, prefills, budget.tokens_left, now))
         if self.counters.preemptions != num_preemptions:
             decodes = self.running.still(decodes)
         if decodes:
-            budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist(), new_blocks)
+            budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist())
             budget.limit(self.pace.limit(len(decodes), budget.tokens_left))
         if budget.lanes.has_long_lane and self._has_short_prompt(prefills):
             budget.lanes.share(budget.tokens_left)
@@ -279,7 +280,7 @@ class Scheduler:
                 if not is_chunked and not budget.has_prefill:
                     # it began while prompts were cut: as one that begins now, the first of a step gets all it wants
                     budget.allow_whole(sequence.num_uncomputed_tokens)
-                budget.spend_prompt(sequence)
+                budget.spend_prompt(sequence, self._blocks.room(sequence))
         return decodes
 
     def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
@@ -311,14 +312,20 @@ class Scheduler:
         num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
         return lanes.is_open or lanes.has_place(num_uncached, self._rules.max_batched)
 
-    def _grow(self, decodes: Decodes, now: float) -> dict[int, list[int]]:
-        """Blocks for one token more, for those who need one: one decode in `block_size`. Returns what each got."""
+    def _grow(self, decodes: Decodes, prefills: list[Sequence], num_tokens: int, now: float) -> dict[int, list[int]]:
+        """Blocks for one token more, for those who need one: one decode in `block_size`, and with a window a prompt
+        whose blocks others share. Returns what each got. `num_tokens`: in the step, at most.
+        """
         new_blocks: dict[int, list[int]] = {}
-        for row in self.running.without_room(decodes):
+        needy = self.running.without_room(decodes)
+        if self._blocks.window is not None and prefills:
+            short = self._slide(prefills, new_blocks)
+            needy += short if num_tokens > len(decodes) else []
+        for row in needy:
             if not self.running.is_owned(row):
                 continue  # preempted for one of the earlier ones
             sequence = self.running.owner(row)
-            while (grown := self._blocks.grow(sequence, sequence.num_tokens)) is None:
+            while (grown := self._blocks.grow(sequence, sequence.num_computed_tokens + 1)) is None:
                 victim = self._rules.victims.for_blocks(sequence, self.running)
                 new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
                 self.preempt(victim, PreemptionCause.BLOCKS, now, sequence)
@@ -328,6 +335,19 @@ class Scheduler:
                 self.running.cover(sequence)
                 new_blocks[sequence.seq_id] = grown
         return new_blocks
+
+    def _slide(self, prefills: list[Sequence], new_blocks: dict[int, list[int]]) -> list[int]:
+        """Prompts give back blocks that their window has passed, and take others in front (into `new_blocks`). Returns
+        rows of those without room for a token even so.
+        """
+        short: list[int] = []
+        for sequence in prefills:
+            if new := self._blocks.slide(sequence, self._rules.admission.keep_free):
+                new_blocks[sequence.seq_id] = new
+                self.running.cover(sequence)
+            elif not self._blocks.room(sequence):
+                short.append(sequence.row)
+        return short
 
     def preempt(self, victim: Sequence, cause: PreemptionCause, now: float, by: Sequence) -> None:
         """Take the blocks of a running sequence that is in no step, for `by`; it waits as returning, where it was."""
@@ -345,7 +365,9 @@ class Scheduler:
         self._wait_clock.begin(victim, self.num_waiting)
 
     def _make_rules(self, config: SchedulerConfig) -> StepRules:
-        return StepRules(config, self._blocks, self.returning, self.queued, self.running, self.counters, self.ledger)
+        rules = StepRules(config, self._blocks, self.returning, self.queued, self.running, self.counters, self.ledger)
+        self._blocks.limit_chunk(rules.max_chunk)
+        return rules
 
     def _key(self, sequence: Sequence) -> QueueKey:
         work = 0
@@ -369,7 +391,7 @@ class Scheduler:
         sequence.finish_reason = reason
         sequence.finished_at = now
         self.counters.finished[reason] += 1
-        self.ended.add(sequence, self._blocks.block_size, now)
+        self.ended.add(sequence, self._blocks.num_needed(sequence), now)
 
     def _join_queue(self, sequence: Sequence) -> None:
         if sequence.status is Status.QUEUED:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from replica.errors import ModelLoadError
 from replica.messages import SamplingParams
 from replica.step import NewSequence, StepPlan
 
@@ -25,6 +26,8 @@ _ON_RANK_0 = torch.empty(0)
 def check_invariance(runner: TorchModelRunner, vocab_size: int, num_blocks: int, block_size: int, room: int) -> bool:
     """Run random prompts through `runner` in three ways and compare the logits bit for bit. With several ranks all do,
     and rank 0 compares.
+
+    Raises ModelLoadError if logits are NaN or infinite: such a model could only answer nonsense.
 
     Uses the runner's own KV pool from block 0, so call it before serving. `room`: tokens that pool and context hold.
     A pool too small for the test's sequences gets shorter ones.
@@ -52,6 +55,14 @@ def check_invariance(runner: TorchModelRunner, vocab_size: int, num_blocks: int,
     )
 
 
+def _where(pool: torch.Tensor) -> str:
+    """Which layer's keys or values are the first to show it. `pool`: see `kv_pool.allocate`."""
+    for layer in range(pool.shape[2]):
+        if not torch.isfinite(pool[:, :, layer].float()).all():
+            return f"layer {layer} of {pool.shape[2]} is the first whose keys or values are not finite"
+    return f"all keys and values are finite, so it happens in the last of {pool.shape[2]} layers or behind it"
+
+
 def _run(
     runner: TorchModelRunner, prompts: dict[int, list[int]], block_size: int, num_blocks: int, chunk: int
 ) -> Logits:
@@ -71,6 +82,8 @@ def _run(
         plan = StepPlan(step, active, [computed[i] for i in active], scheduled, new=new if step == 0 else [])
         result = runner.agree(plan, runner.execute(plan))
         runner.adopt(result)
+        if result.not_finite:
+            raise ModelLoadError(f"the model computes NaN or infinity in place of logits; {_where(runner.kv_pool)}")
         for i, count in zip(active, scheduled, strict=True):
             computed[i] += count
         for i in result.seq_ids:

@@ -31,7 +31,8 @@ class Status(enum.Enum):
 class Sequence:
     """Plain state. Only the scheduler and the block manager change it.
 
-    `block_ids` is the block table; `block_hashes` covers the leading full blocks of `token_ids` and grows with them.
+    `block_ids` is the block table, in which those that a window has passed are NULL_BLOCK; `block_hashes` covers the
+    leading full blocks of `token_ids` and grows with them.
     While it runs, what changes with every step is kept in its row of the running set.
     """
 
@@ -52,6 +53,8 @@ class Sequence:
         "num_blocks_committed",
         "num_cached_tokens",
         "num_charged_outputs",
+        "num_clears_before",
+        "num_passed_blocks",
         "num_passes",
         "num_preemptions",
         "num_prompt_tokens",
@@ -124,6 +127,10 @@ class Sequence:
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
+        #: leading entries of the block table that are NULL_BLOCK
+        self.num_passed_blocks = 0
+        #: how often the prefix cache had been cleared when it was admitted
+        self.num_clears_before = 0
         #: leading blocks whose hash is registered (or found) in the prefix cache
         self.num_blocks_committed = 0
         self.known_to_runner = False
@@ -167,6 +174,11 @@ class Sequence:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The block table without those that a window has passed. Not to be changed."""
+        return self.block_ids[self.num_passed_blocks :] if self.num_passed_blocks else self.block_ids
 
     @property
     def standing(self) -> tuple[int, tuple[float, float, float, int]]:
@@ -213,5 +225,5 @@ class Sequence:
     def __repr__(self) -> str:
         return (
             f"Sequence({self.seq_id}, {self.request_id}/{self.index}, {self.status.value}, "
-            f"{self.num_computed_tokens}/{self.num_tokens} tokens, {len(self.block_ids)} blocks)"
+            f"{self.num_computed_tokens}/{self.num_tokens} tokens, {len(self.held_blocks)} blocks)"
         )

@@ -20,6 +20,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
     #: prompt and, after a preemption or a resume, the output so far
     token_ids: list[int]
     num_prompt_tokens: int
+    #: with a window, NULL_BLOCK (-1) for the leading ones that nothing sees
     block_ids: list[int]
     sampling: SamplingParams
 
@@ -41,7 +42,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_computed: list[int]
     num_scheduled: list[int]
     new: list[NewSequence] = []
-    #: seq_id -> block ids to append to its block table
+    #: seq_id -> block ids to append to its block table; of sequences that are known, in the step or not
     new_block_ids: dict[int, list[int]] = {}
     #: sequences to forget: finished, aborted or preempted since the last plan
     dropped: list[int] = []
@@ -72,6 +73,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     failed: dict[int, str] = {}
     #: seq_id -> the tokens after its first one, as many as drafts were accepted
     more: dict[int, list[int]] = {}
+    #: sequences for which the model computed NaN or infinity, so that there is no token to choose; not in `seq_ids`
+    not_finite: list[int] = []
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):
@@ -86,6 +89,9 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     model_fingerprint: str
     #: one human-readable line on device, dtype, kernels, threads and the invariance self-test
     description: str = ""
+    #: if all layers have a window, the largest: a query sees so many last positions, its own included, and nothing of a
+    #: sequence before them is ever read; None: it is, or no sequence gets so long
+    window: int | None = None
 
 
 class ModelRunner(Protocol):

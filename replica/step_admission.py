@@ -195,7 +195,7 @@ class StepAdmission:
             self._ledger.admitted(sequence)
         if not self._config.enable_chunked_prefill:
             budget.allow_whole(sequence.num_uncomputed_tokens)
-        budget.spend_prompt(sequence)
+        budget.spend_prompt(sequence, self._blocks.room(sequence))
 
 
 def note_no_room(sequence: Sequence, cause: WaitCause, now: float) -> None:

@@ -42,14 +42,17 @@ class StepBudget:
         self.lanes.open_wide()
         self.tokens_left = max(self.tokens_left, num_uncomputed)
 
-    def spend_decodes(self, seq_ids: list[int], num_computed: list[int], new_blocks: dict[int, list[int]]) -> None:
-        """Plan one token of each of these, whose block tables cover it with `new_blocks`. Before any chunk."""
+    def tell_blocks(self, new_blocks: dict[int, list[int]]) -> None:
+        """What was added to the block tables of running sequences. Before anything else."""
+        self._new_blocks = new_blocks
+
+    def spend_decodes(self, seq_ids: list[int], num_computed: list[int]) -> None:
+        """Plan one token of each of these, whose block tables cover it. Before any chunk."""
         assert not self._seq_ids, "decodes come first"
         self.tokens_left -= len(seq_ids)
         self._seq_ids = seq_ids.copy()
         self._num_computed = num_computed
         self._num_scheduled = [1] * len(seq_ids)
-        self._new_blocks = new_blocks
 
     def limit(self, num_tokens: int) -> None:
         """From now on at most so many more."""
@@ -71,10 +74,12 @@ class StepBudget:
         """Planned so far."""
         return sum(self._num_scheduled)
 
-    def spend_prompt(self, sequence: Sequence) -> None:
-        """Plan the next piece of the prompt of `sequence`, whose block table already covers it. It may get nothing."""
+    def spend_prompt(self, sequence: Sequence, room: int) -> None:
+        """Plan the next piece of the prompt of `sequence`, whose block table covers `room` tokens more. It may get
+        nothing.
+        """
         num_uncomputed = sequence.num_uncomputed_tokens
-        num_tokens = self.lanes.chunk(num_uncomputed, self.tokens_left)
+        num_tokens = min(room, self.lanes.chunk(num_uncomputed, self.tokens_left))
         self.lanes.enter(num_uncomputed, num_tokens)
         if not num_tokens:
             return

@@ -20,6 +20,7 @@ from replica.sequence import Sequence
 from replica.speculation import judge
 from replica.step import StepPlan, StepResult
 
+_NOT_FINITE = "The model computed NaN or infinity for this request, so no token can be chosen."
 #: ends a sequence: frees its blocks and takes it out of its queue
 Finish = Callable[[Sequence, FinishReason, float], None]
 
@@ -142,8 +143,13 @@ class StepIntake:
         self._take_prompt_logprobs(sequence, result, num_tokens)
         if message := result.failed.get(sequence.seq_id):
             return self.invalidate(sequence, message, now)
+        if sequence.seq_id in result.not_finite:
+            self._finish(sequence, FinishReason.NOT_FINITE, now)  # what was computed in this step is not to be shared
+            return Progress(sequence, [], FinishReason.NOT_FINITE, message=_NOT_FINITE)
         if token_id is None:
             self._blocks.commit(sequence)
+            if sequence.num_uncomputed_tokens == 1:  # else the next `schedule` does it, and takes others in return
+                self._blocks.release_passed(sequence)
             return None
         sequence.append(token_id)
         self._counters.generation_tokens += 1
@@ -166,6 +172,7 @@ class StepIntake:
             sequence.first_token_at = now
         reason = self._stop_check(sequence, token_id)
         if reason is None:
+            self._blocks.release_passed(sequence)
             self._running.settle(sequence)
         else:
             self._finish(sequence, reason, now)

@@ -42,6 +42,13 @@ class StepRules:
         self.admission = StepAdmission(config, self.policy, blocks, returning, queued, running, counters, ledger)
         self.speculation = Speculation(config, blocks, running)
 
+    @property
+    def max_chunk(self) -> int | None:
+        """Tokens of one prompt in a step, at most; None: all that it has."""
+        if not self.config.enable_chunked_prefill:
+            return None
+        return min(self.max_batched, self.config.long_prefill_token_threshold or self.max_batched)
+
     def lanes(self) -> PrefillLanes:
         """The limits on prompts in pieces, for one step."""
         config = self.config

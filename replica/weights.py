@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +12,13 @@ import torch
 
 from replica.checkpoint import Checkpoint
 from replica.errors import ModelLoadError
+from replica.load_progress import LoadProgress
 from replica.models.decoder_config import DecoderConfig
 from replica.shard import Shard
+from replica.tensor_names import FLOATS, refuse_quantized
+from replica.weight_matrix import Matrix, Source
 
+logger = logging.getLogger(__name__)
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
 #: `DecoderConfig.norms` -> names of the norms before attention, behind it, before the MLP, behind it
 _NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
@@ -31,9 +37,9 @@ _NORMS: dict[str, tuple[str | None, str | None, str | None, str | None]] = {
 class ExpertWeights:
     """The router [experts, hidden], and of each expert gate over up [2 * inner, hidden] and down [hidden, inner]."""
 
-    router: torch.Tensor
-    gate_up: list[torch.Tensor]
-    down: list[torch.Tensor]
+    router: Matrix
+    gate_up: list[Matrix]
+    down: list[Matrix]
 
 
 @dataclass(frozen=True)
@@ -56,14 +62,14 @@ class LayerVectors:
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """This rank's part of one layer. Linear weights are [out, in], in the run's dtype: q over k over v, gate over up. A
-    layer has an MLP or experts.
+    """This rank's part of one layer. Linear weights are [out, in], in the run's dtype: q over k over v, gate over up;
+    read when asked for. A layer has an MLP or experts.
     """
 
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor | None
-    down: torch.Tensor | None
+    qkv: Matrix
+    o: Matrix
+    gate_up: Matrix | None
+    down: Matrix | None
     experts: ExpertWeights | None
     vectors: LayerVectors
 
@@ -81,65 +87,85 @@ class WeightReader:
         headers_only: bool = False,
         shard: Shard = Shard(),
     ) -> None:
-        """`headers_only`: check names and shapes, and give tensors without data (device meta)."""
+        """`headers_only`: check names and shapes, and give vectors without data (device meta)."""
         self.config = config
         self.shard = shard
-        #: given out so far
-        self.num_bytes = 0
         self._dtype = dtype
         self._checkpoint = Checkpoint(folder)
+        refuse_quantized(self._checkpoint.dtypes())
+        self._asked: set[str] = set()
         self._headers_only = headers_only
+        self._progress = LoadProgress(shard.rank, shard.size, config.num_layers, time.monotonic())
         heads, kv_heads = shard.part(config.num_heads), shard.kv_heads(config.num_kv_heads)
         self._q = slice(heads.start * config.head_dim, heads.stop * config.head_dim)
         self._kv = slice(kv_heads.start * config.head_dim, kv_heads.stop * config.head_dim)
 
-    def _read(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None = None,
-        part: slice | None = None,
-        dim: int = 0,
-    ) -> torch.Tensor:
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        self._asked.add(name)
+        if (kind := self._checkpoint.kind(name)) not in FLOATS:
+            raise ModelLoadError(f"tensor {name} has dtype {kind}; allowed are {', '.join(FLOATS)}")
         found = self._checkpoint.shape(name)
         if found != shape:
             raise ModelLoadError(f"tensor {name} has shape {found}, config.json asks for {shape}")
-        part = slice(0, shape[dim]) if part is None else part
-        if self._headers_only:
-            size = (*shape[:dim], part.stop - part.start, *shape[dim + 1 :])
-            return torch.empty(size, dtype=dtype or self._dtype, device="meta")
-        tensor = self._checkpoint.read(name, part, dim).to(dtype or self._dtype)
-        self.num_bytes += tensor.nbytes
-        return tensor
 
-    def embedding(self) -> torch.Tensor:
-        """[vocab, hidden]"""
-        return self._read("model.embed_tokens.weight", (self.config.vocab_size, self.config.hidden_size))
+    @property
+    def num_bytes(self) -> int:
+        """Given out so far."""
+        return self._progress.num_bytes
 
-    def head(self) -> torch.Tensor:
+    def _note(self, num_bytes: int) -> None:
+        if sentence := self._progress.add(num_bytes, time.monotonic()):
+            logger.info(sentence)
+
+    def finish(self) -> None:
+        """Says what was read, and how fast."""
+        logger.info(self._progress.end(time.monotonic()))
+
+    def _source(
+        self, name: str, shape: tuple[int, int], rows: slice | None = None, columns: slice | None = None
+    ) -> Source:
+        self._check(name, shape)
+        return Source(name, rows or slice(0, shape[0]), columns or slice(0, shape[1]))
+
+    def _matrix(self, *sources: Source, num_zeros: int = 0) -> Matrix:
+        return Matrix(self._checkpoint, sources, self._dtype, self._note, num_zeros)
+
+    @property
+    def is_tied(self) -> bool:
+        """The head is the embedding. One of its own is used even where the configuration ties it: so does transformers,
+        if their values differ.
+        """
+        return self.config.tie_word_embeddings and "lm_head.weight" not in self._checkpoint
+
+    def embedding(self) -> Matrix:
+        """[this rank's part of the vocabulary, hidden]; fewer rows on the last ranks where it does not divide."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        return self._matrix(self._source("model.embed_tokens.weight", shape, self.shard.part(shape[0])))
+
+    def head(self) -> Matrix:
         """[this rank's part of the vocabulary, hidden]; of the embedding where tied. All ranks' parts are equally long:
         the last ones end in rows of zeros where the vocabulary does not divide.
         """
         vocab = self.config.vocab_size
-        # a head of its own is used even where the configuration ties it: so does transformers, if their values differ
-        is_tied = self.config.tie_word_embeddings and "lm_head.weight" not in self._checkpoint
-        name = "model.embed_tokens.weight" if is_tied else "lm_head.weight"
-        head = self._read(name, (vocab, self.config.hidden_size), part=self.shard.part(vocab))
-        missing = -(-vocab // self.shard.size) - len(head)
-        return head if missing <= 0 else torch.cat([head, head.new_zeros(missing, head.shape[1])])
+        name = "model.embed_tokens.weight" if self.is_tied else "lm_head.weight"
+        source = self._source(name, (vocab, self.config.hidden_size), self.shard.part(vocab))
+        return self._matrix(source, num_zeros=-(-vocab // self.shard.size) - source.num_rows)
 
     def final_norm(self) -> torch.Tensor:
         return self._norm("model.norm", self.config.hidden_size)
 
     def layers(self) -> Iterator[LayerWeights]:
-        """One layer at a time, so that packing never holds two copies of the whole model."""
+        """One layer at a time: norms and biases are read with it, matrices when they are asked for."""
         c = self.config
         for index in range(c.num_layers):
             prefix = f"model.layers.{index}."
+            self._progress.at_layer(index)
             has_experts = c.layers[index].has_experts
             yield LayerWeights(
                 qkv=self._qkv(prefix + "self_attn."),
-                o=self._read(prefix + "self_attn.o_proj.weight", (c.hidden_size, c.q_dim), part=self._q, dim=1),
+                o=self._matrix(
+                    self._source(prefix + "self_attn.o_proj.weight", (c.hidden_size, c.q_dim), columns=self._q)
+                ),
                 gate_up=None if has_experts else self._gate_up(prefix + "mlp.", _MATRICES, c.intermediate_size),
                 down=None if has_experts else self._down(prefix + "mlp.down_proj", c.intermediate_size),
                 experts=self._experts(prefix) if has_experts else None,
@@ -167,10 +193,16 @@ class WeightReader:
         )
 
     def _norm(self, name: str, length: int, part: slice | None = None) -> torch.Tensor:
-        return self._read(name + ".weight", (length,), torch.float32, part) + self.config.norm_offset
+        return self._vector(name + ".weight", length, part) + self.config.norm_offset
 
     def _vector(self, name: str, length: int, part: slice | None = None) -> torch.Tensor:
-        return self._read(name, (length,), torch.float32, part)
+        self._check(name, (length,))
+        part = part or slice(0, length)
+        if self._headers_only:
+            return torch.empty(part.stop - part.start, device="meta")
+        vector = self._checkpoint.read(name, part).to(torch.float32)
+        self._note(vector.nbytes)
+        return vector
 
     def _qk_norms(self, attention: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         c = self.config
@@ -180,16 +212,16 @@ class WeightReader:
             return self._norm(attention + "q_norm", c.head_dim), self._norm(attention + "k_norm", c.head_dim)
         return self._norm(attention + "q_norm", c.q_dim, self._q), self._norm(attention + "k_norm", c.kv_dim, self._kv)
 
-    def _qkv(self, attention: str) -> torch.Tensor:
+    def _qkv(self, attention: str) -> Matrix:
         c = self.config
         if not c.has_fused_tensors:
             parts = self._qkv_parts()
-            return torch.cat(
-                [self._read(f"{attention}{n}.weight", (size, c.hidden_size), part=part) for n, size, part in parts]
+            return self._matrix(
+                *(self._source(f"{attention}{n}.weight", (size, c.hidden_size), part) for n, size, part in parts)
             )
         shape = (c.q_dim + 2 * c.kv_dim, c.hidden_size)
         fused = (self._q, _moved(self._kv, c.q_dim), _moved(self._kv, c.q_dim + c.kv_dim))
-        return torch.cat([self._read(attention + "qkv_proj.weight", shape, part=part) for part in fused])
+        return self._matrix(*(self._source(attention + "qkv_proj.weight", shape, part) for part in fused))
 
     def _qkv_parts(self) -> tuple[tuple[str, int, slice], ...]:
         q_dim, kv_dim = self.config.q_dim, self.config.kv_dim
@@ -198,23 +230,23 @@ class WeightReader:
     def _qkv_bias(self, attention: str) -> torch.Tensor:
         return torch.cat([self._vector(f"{attention}{n}.bias", size, part) for n, size, part in self._qkv_parts()])
 
-    def _gate_up(self, mlp: str, names: tuple[str, str, str], inner: int) -> torch.Tensor:
+    def _gate_up(self, mlp: str, names: tuple[str, str, str], inner: int) -> Matrix:
         c, part = self.config, self.shard.part(inner)
         if c.has_fused_tensors:
             shape = (2 * inner, c.hidden_size)
             parts = (part, _moved(part, inner))
-            return torch.cat([self._read(mlp + "gate_up_proj.weight", shape, part=part) for part in parts])
+            return self._matrix(*(self._source(mlp + "gate_up_proj.weight", shape, part) for part in parts))
         shape = (inner, c.hidden_size)
-        return torch.cat([self._read(f"{mlp}{name}.weight", shape, part=part) for name in names[:2]])
+        return self._matrix(*(self._source(f"{mlp}{name}.weight", shape, part) for name in names[:2]))
 
     def _gate_up_bias(self, mlp: str) -> torch.Tensor:
         inner = self.config.intermediate_size
         part = self.shard.part(inner)
         return torch.cat([self._vector(f"{mlp}{name}.bias", inner, part) for name in _MATRICES[:2]])
 
-    def _down(self, name: str, inner: int) -> torch.Tensor:
+    def _down(self, name: str, inner: int) -> Matrix:
         shape = (self.config.hidden_size, inner)
-        return self._read(name + ".weight", shape, part=self.shard.part(inner), dim=1)
+        return self._matrix(self._source(name + ".weight", shape, columns=self.shard.part(inner)))
 
     def _experts(self, prefix: str) -> ExpertWeights:
         """Expert by expert; checkpoints of Mixtral and Qwen3-MoE keep them apart."""
@@ -223,10 +255,16 @@ class WeightReader:
         inner = experts.intermediate_size
         names = [f"{prefix}{experts.expert_name}.{i}." for i in range(experts.count)]
         return ExpertWeights(
-            router=self._read(f"{prefix}{experts.router_name}.weight", (experts.count, self.config.hidden_size)),
+            router=self._matrix(
+                self._source(f"{prefix}{experts.router_name}.weight", (experts.count, self.config.hidden_size))
+            ),
             gate_up=[self._gate_up(name, experts.matrix_names, inner) for name in names],
             down=[self._down(name + experts.matrix_names[2], inner) for name in names],
         )
+
+    def unread(self) -> list[str]:
+        """Tensors of the files that nobody has asked for, but for tables that old checkpoints keep and all compute."""
+        return sorted(n for n in self._checkpoint if n not in self._asked and not n.endswith("rotary_emb.inv_freq"))
 
     def digest(self) -> str:
         """See `Checkpoint.digest`."""

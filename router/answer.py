@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 
-from replica.errors import EngineError, InvalidRequestError, ShoalError
+from replica.errors import EngineError, InvalidRequestError, NotFiniteError, ShoalError
 from replica.messages import FinishReason, TokenLogprobs
 from router.answer_parts import AnswerParts
 from router.backend import GenerationStream, TokenEvent
@@ -160,6 +160,8 @@ class Answer:
 def _given_up(reason: FinishReason) -> ShoalError:
     if reason is FinishReason.INVALID:
         return InvalidRequestError("The request cannot be fulfilled as it was asked for.")
+    if reason is FinishReason.NOT_FINITE:
+        return NotFiniteError("The model computed NaN or infinity for this request.")
     return EngineError(f"The server gave up on this request before it was complete (finish reason {reason.value!r}).")
 
 

@@ -7,6 +7,7 @@ from replica.errors import (
     InvalidRequestError,
     NeverFitsError,
     NoReplicaError,
+    NotFiniteError,
     QueueFullError,
     ShedError,
     ShoalError,
@@ -21,6 +22,8 @@ def final_error(output: SequenceOutput) -> ShoalError | None:
     match output.finish_reason:
         case FinishReason.INVALID:
             return InvalidRequestError(output.message)
+        case FinishReason.NOT_FINITE:
+            return NotFiniteError(output.message)
         case FinishReason.DEADLINE:
             return DeadlineExceededError(output.message)
     return None

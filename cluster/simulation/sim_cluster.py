@@ -24,6 +24,8 @@ class SimConfig(FrozenModel):
     num_routers: int = 1
     num_blocks: int = 4096
     max_model_len: int = 8192
+    #: of a model all of whose layers have one
+    window: int | None = None
     policy: str = "least-tokens"
     admission_wait_s: float = 0.1
     max_held_requests: int = 1024
@@ -63,6 +65,7 @@ class SimCluster:
             block_size=config.engine.cache.block_size,
             max_model_len=config.max_model_len,
             cost=self._cost,
+            window=config.window,
         )
         replica = self.replicas[replica_id] = SimReplica(replica_id, config.engine, runner, self.events, self._send_up)
         for router in self.routers.values():

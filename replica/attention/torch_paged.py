@@ -46,7 +46,8 @@ class TorchPagedAttention:
         end = int(positions[-1]) + 1
         # Pieces before the first key that any row sees are left out. A row that sees nothing of a piece adds zeros to
         # zeros there, so where the first piece lies changes no bit.
-        begin = 0 if mask.window is None else max(0, int(positions[0]) - mask.window + 1) // PIECE * PIECE
+        first_seen = 0 if mask.window is None else max(0, int(positions[0]) - mask.window + 1)
+        begin = first_seen // PIECE * PIECE
         padded = query.new_zeros((tiles * TILE, heads, dim), dtype=torch.float32)
         padded[:count] = query.float()
         # [kv_heads, tiles, TILE * group, dim]
@@ -58,9 +59,10 @@ class TorchPagedAttention:
         limit = positions.new_full((tiles * TILE,), end - 1)
         limit[:count] = positions
         limit = limit.view(tiles, TILE, 1).expand(tiles, TILE, group).reshape(tiles, TILE * group, 1)
-        held = blocks[begin // block_size : -(-end // block_size)]
+        # Of the first piece, blocks that no row sees may be somebody else's by now: zeros stand there.
+        held = blocks[first_seen // block_size : -(-end // block_size)]
         length = -(-end // PIECE) * PIECE - begin
-        keys, values = _gather(pool, layer, held, begin % block_size, length)
+        keys, values = _gather(pool, layer, held, first_seen // block_size * block_size - begin, end - begin, length)
 
         top = q.new_full((kv_heads, tiles, TILE * group, 1), -torch.inf)
         total, acc = torch.zeros_like(top), torch.zeros_like(q)
@@ -85,14 +87,16 @@ class TorchPagedAttention:
 
 
 def _gather(
-    pool: torch.Tensor, layer: int, blocks: torch.Tensor, skip: int, length: int
+    pool: torch.Tensor, layer: int, blocks: torch.Tensor, at: int, known: int, length: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one sequence and layer without the first `skip` slots of `blocks`, float32 [kv_heads, length, dim],
-    zeros after the last block.
+    """K and V of one sequence and layer, float32 [kv_heads, length, dim], with `blocks` from row `at` on; what lies
+    before row 0 is left out. Zeros stand before the blocks and from row `known` on: what an earlier owner of the last
+    block left behind may be NaN, and 0 * NaN is NaN.
     """
     taken = pool[blocks.long(), :, layer].float()  # [blocks, kv_heads, 2, block_size, dim]
     kv_heads, dim = taken.shape[1], taken.shape[-1]
-    flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, skip : skip + length]
+    flat = taken.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, -1, dim)[:, :, max(0, -at) :]
     padded = flat.new_zeros((2, kv_heads, length, dim))
-    padded[:, :, : flat.shape[2]] = flat
+    begin = max(0, at)
+    padded[:, :, begin : min(known, begin + flat.shape[2])] = flat[:, :, : known - begin]
     return padded[0], padded[1]

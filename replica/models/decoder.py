@@ -21,6 +21,8 @@ class Decoder(Protocol):
 
     #: part of the model fingerprint: other kernels, other bits
     kernels: str
+    #: see `kv_pool.allocate`
+    pool: torch.Tensor
 
     def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
         """Compute one step: write K and V of its tokens, choose a token for each of the first `batch.num_chosen` rows

@@ -41,6 +41,11 @@ class ModelShape(msgspec.Struct, frozen=True):
         """The context where nobody asks for another."""
         return self.max_position_embeddings
 
+    @property
+    def window(self) -> int | None:
+        """If all layers have one, the largest; None where a layer sees everything, or nothing is known."""
+        return None
+
 
 class RopeConfig(msgspec.Struct, frozen=True):
     """One table of rotations."""
@@ -114,6 +119,12 @@ class DecoderConfig(ModelShape, frozen=True, kw_only=True):
         """
         originals = [int(r.parameters["original_max_position_embeddings"]) for r in self.ropes if r.kind == "longrope"]
         return min([self.max_position_embeddings, *originals])
+
+    @property
+    def window(self) -> int | None:
+        """Attention reads nothing before it, in any layer."""
+        sizes = [layer.window for layer in self.layers if layer.window is not None]
+        return max(sizes) if sizes and len(sizes) == len(self.layers) else None
 
     @property
     def to_cut(self) -> ModelShape:

@@ -20,9 +20,9 @@ class Experts:
     def __init__(self, weights: ExpertWeights, config: ExpertsConfig, activation: Activation) -> None:
         self._config = config
         self._activation = activation
-        self._router = make_linear(weights.router)
-        self._gate_up = [make_linear(matrix) for matrix in weights.gate_up]
-        self._down = [make_linear(matrix) for matrix in weights.down]
+        self._router = make_linear(weights.router.read())
+        self._gate_up = [make_linear(matrix.read()) for matrix in weights.gate_up]
+        self._down = [make_linear(matrix.read()) for matrix in weights.down]
 
     def __call__(self, x: torch.Tensor, count: int) -> torch.Tensor:
         """x: [rows >= MIN_ROWS, hidden], of which the first `count` mean something. Returns float32 [rows, hidden]."""

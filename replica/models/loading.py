@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from replica.models.native_decoder import NativeDecoder, why_not_native
 from replica.models.torch_decoder import TorchDecoder
 from replica.native import library as native
 from replica.native.builder import NativeUnavailableError
-from replica.shard import Shard
+from replica.shard import Shard, check_divides
+from replica.tensor_names import told_of_unread
 from replica.weights import WeightReader
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,16 @@ class Loaded:
         return self.decoder.kernels + self.note
 
 
+def check_ranks(shape: ModelShape, size: int) -> None:
+    """Raises ConfigError if `size` ranks cannot share the model, whoever computes it."""
+    if size > 1 and not isinstance(shape, DecoderConfig):
+        raise ConfigError(
+            f"tensor_parallel_size={size}: {shape.architecture} runs through transformers, which is not cut into "
+            "ranks; allowed: 1"
+        )
+    check_divides(shape.to_cut, size)
+
+
 def load_decoder(folder: Path, shape: ModelShape, settings: LoadSettings) -> Loaded:
     """Raises ModelLoadError or ConfigError for what cannot be served."""
     if not isinstance(shape, DecoderConfig):
@@ -65,6 +79,9 @@ def load_decoder(folder: Path, shape: ModelShape, settings: LoadSettings) -> Loa
         pool = _allocate(shape, settings)
         decoder = TorchDecoder(reader, pool, settings.max_len, attention, settings.collective)
         note = f" (no native kernels: {error})"
+    if names := reader.unread():
+        logger.warning("%s", told_of_unread(folder, names))
+    reader.finish()
     return Loaded(decoder, note, reader.num_bytes, reader.digest())
 
 
@@ -82,11 +99,6 @@ def _load_native(reader: WeightReader, settings: LoadSettings) -> NativeDecoder:
 def _load_transformers(folder: Path, shape: ModelShape, settings: LoadSettings) -> Loaded:
     from replica.models.transformers_decoder import TransformersDecoder
 
-    if settings.shard.size > 1:
-        raise ConfigError(
-            f"tensor_parallel_size={settings.shard.size}: {shape.architecture} runs through transformers, which is not "
-            "cut into ranks; allowed: 1"
-        )
     attention = select("cpu", settings.dtype, settings.block_size)
     decoder = TransformersDecoder(folder, shape, _allocate(shape, settings), settings.max_len, attention)
     return Loaded(decoder, "", decoder.weight_bytes, decoder.digest)

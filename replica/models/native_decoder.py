@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 
 from replica.input_batch import InputBatch
 from replica.models.decoder_config import DecoderConfig
+from replica.models.panels import PANEL, pack, packed_bytes
 from replica.models.rope import rotary_tables
 from replica.native.library import STEP_ARRAYS, Layer, Library, Model, Step
+from replica.weight_matrix import Matrix
 from replica.weights import WeightReader
 
-PANEL = 32
+T = TypeVar("T", Matrix, torch.Tensor)
 
 
 def why_not_native(config: DecoderConfig) -> str | None:
@@ -30,32 +32,9 @@ def why_not_native(config: DecoderConfig) -> str | None:
     return None
 
 
-def pack_panels(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] to panels of 32 outputs, as native/gemm.h reads them; outputs padded with zeros."""
-    padding = -weight.shape[0] % PANEL
-    if padding:
-        weight = torch.cat([weight, weight.new_zeros(padding, weight.shape[1])])
-    panels, k = weight.shape[0] // PANEL, weight.shape[1]
-    if weight.dtype == torch.bfloat16:
-        return weight.view(panels, PANEL, k // 2, 2).permute(0, 2, 1, 3).contiguous()
-    return weight.view(panels, PANEL, k).permute(0, 2, 1).contiguous()
-
-
-def interleave_gate_up(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """Rows of gate and up in turns of 16, so that one panel holds both halves of 16 products."""
-    half = PANEL // 2
-    k = gate.shape[1]
-    return torch.stack([gate.view(-1, half, k), up.view(-1, half, k)], dim=1).reshape(-1, k)
-
-
-def _there(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None, "why_not_native() lets only plain shapes pass"
-    return tensor
-
-
-def _halves(gate_up: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    gate, up = _there(gate_up).chunk(2)
-    return gate, up
+def _there(weight: T | None) -> T:
+    assert weight is not None, "why_not_native() lets only plain shapes pass"
+    return weight
 
 
 class Arena:
@@ -78,15 +57,15 @@ class Arena:
         """The next `num_bytes`, aligned to 64."""
         start = self._used
         self._used = start + (num_bytes + 63) // 64 * 64
-        assert self._used <= len(self._memory), "packed_bytes() is wrong"
+        assert self._used <= len(self._memory), "arena_bytes() is wrong"
         return self._memory[start : start + num_bytes]
 
 
-def packed_bytes(config: DecoderConfig, itemsize: int) -> int:
+def arena_bytes(config: DecoderConfig, itemsize: int) -> int:
     """What all packed weights of the model take, alignment included."""
 
     def one(rows: int, columns: int) -> int:
-        return (-(-rows // PANEL) * PANEL * columns * itemsize + 63) // 64 * 64
+        return (packed_bytes((rows, columns), itemsize) + 63) // 64 * 64
 
     hidden, inter = config.hidden_size, config.intermediate_size
     layer = one(config.q_dim + 2 * config.kv_dim, hidden) + one(hidden, config.q_dim)
@@ -102,14 +81,15 @@ class NativeDecoder:
         self._library = library
         self._vocab_size = config.vocab_size
         self.kernels = f"native {library.isa}"
-        self._keep: list[torch.Tensor] = [pool]
-        self._arena = Arena(library, packed_bytes(config, pool.dtype.itemsize))
+        self.pool = pool
+        self._keep: list[torch.Tensor] = []
+        self._arena = Arena(library, arena_bytes(config, pool.dtype.itemsize))
         layers = (Layer * config.num_layers)()
         for i, weights in enumerate(reader.layers()):
             layers[i] = Layer(
                 self._packed(weights.qkv),
                 self._packed(weights.o),
-                self._packed(interleave_gate_up(*_halves(weights.gate_up))),
+                self._packed(_there(weights.gate_up), interleaved=True),
                 self._packed(_there(weights.down)),
                 self._held(_there(weights.vectors.input_norm)),
                 self._held(_there(weights.vectors.mlp_norm)),
@@ -139,7 +119,7 @@ class NativeDecoder:
             block_size=pool.shape[4],
             eps=config.rms_norm_eps,
             scale=config.attention_scale,
-            embed=self._held(reader.embedding()),
+            embed=None if reader.is_tied else self._held(reader.embedding().read()),
             head=self._packed(reader.head()),
             final_norm=self._held(reader.final_norm()),
             cos=self._held(cos),
@@ -157,9 +137,10 @@ class NativeDecoder:
         self._keep.append(tensor)
         return tensor.data_ptr()
 
-    def _packed(self, weight: torch.Tensor) -> int:
-        packed = pack_panels(weight)
-        return self._arena.take(packed.nbytes).view(packed.dtype).copy_(packed.view(-1)).data_ptr()
+    def _packed(self, matrix: Matrix, interleaved: bool = False) -> int:
+        packed = self._arena.take(packed_bytes(matrix.shape, matrix.dtype.itemsize))
+        pack(self._library, matrix, packed, interleaved)
+        return packed.data_ptr()
 
     def forward(self, batch: InputBatch) -> tuple[NDArray[np.int32], torch.Tensor]:
         """See `Decoder.forward`. One call into the kernels."""

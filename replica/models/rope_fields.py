@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from replica.config_fields import short
 from replica.errors import ModelLoadError
 from replica.models.decoder_config import RopeConfig
 
@@ -38,7 +39,15 @@ _EVERYWHERE = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 def rope_entry(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`rope_scaling`, or what transformers 5 made of it."""
-    return dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    return part(raw, "rope_scaling") or part(raw, "rope_parameters")
+
+
+def part(raw: Mapping[str, Any], field: str) -> dict[str, Any]:
+    """The object in `field`, empty where there is none. Raises ModelLoadError for something else."""
+    found = raw.get(field)
+    if found is not None and not isinstance(found, dict):
+        raise ModelLoadError(f"config.json: {field}={short(found)} cannot be; allowed are an object and null")
+    return dict(found or {})
 
 
 def parse_rope(
@@ -65,13 +74,16 @@ def parse_rope(
     for field in needed:
         if entry.get(field) is None:
             raise ModelLoadError(f"config.json: rope type {kind!r} needs the field {field!r}")
-    theta = entry.get("rope_theta") or raw.get("rope_theta") or default_theta
-    share = entry.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
-    if float(share) != 1.0 and not may_be_partial:
-        raise ModelLoadError(f"config.json: partial_rotary_factor={share!r} is not supported for this family")
-    for field, value in (("rope_theta", theta), ("factor", entry.get("factor", 1.0))):
+    _check_numbers(entry)
+    theta = _first(entry.get("rope_theta"), raw.get("rope_theta"), default_theta)
+    share = _first(entry.get("partial_rotary_factor"), raw.get("partial_rotary_factor"), 1.0)
+    for field, value in (("rope_theta", theta), ("factor", entry.get("factor")), ("partial_rotary_factor", share)):
         if value is not None and not (math.isfinite(float(value)) and float(value) > 0):
             raise ModelLoadError(f"config.json: {field}={value!r} cannot be; allowed are numbers above 0")
+    if share > 1:
+        raise ModelLoadError(f"config.json: partial_rotary_factor={share!r} cannot be; allowed are numbers up to 1")
+    if float(share) != 1.0 and not may_be_partial:
+        raise ModelLoadError(f"config.json: partial_rotary_factor={share!r} is not supported for this family")
     rotary_dim = int(head_dim * float(share))
     parameters = {f: entry[f] for f in (*needed, *optional) if entry.get(f) is not None}
     if kind in ("llama3", "yarn", "longrope"):
@@ -86,6 +98,23 @@ def parse_rope(
     return RopeConfig(
         float(theta), rotary_dim, *(("default", {}) if kind in ("default", "dynamic") else (kind, parameters))
     )
+
+
+def _first(*values: Any) -> Any:
+    """Of those that are there; 0 is, and will be refused."""
+    return next(value for value in values if value is not None)
+
+
+def _check_numbers(entry: Mapping[str, Any]) -> None:
+    """Whatever the kind, its parameters are numbers, or lists of them (longrope)."""
+    for field, value in entry.items():
+        if field in ("rope_type", "type", "truncate") or value is None:
+            continue
+        is_list = field in ("short_factor", "long_factor")
+        of_all = value if is_list and isinstance(value, list) else [value]
+        if not all(type(one) in (int, float) and math.isfinite(one) for one in of_all):
+            what = "is a list of finite numbers" if is_list else "are finite numbers"
+            raise ModelLoadError(f"config.json: {field}={short(value)} cannot be; allowed {what}")
 
 
 def _fill_lengths(raw: Mapping[str, Any], parameters: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ class _Layer:
 
     def __init__(self, weights: LayerWeights, config: DecoderConfig, index: int) -> None:
         self.vectors = weights.vectors
-        self.qkv, self.o = make_linear(weights.qkv), make_linear(weights.o)
+        self.qkv, self.o = make_linear(weights.qkv.read()), make_linear(weights.o.read())
         self.experts: Experts | None = None
         if weights.experts is not None:
             assert config.experts is not None, "a layer with experts, in a model without"
@@ -36,7 +36,7 @@ class _Layer:
         else:
             assert weights.gate_up is not None, "a layer without experts has an MLP"
             assert weights.down is not None, "gate and up come with down"
-            self.gate_up, self.down = make_linear(weights.gate_up), make_linear(weights.down)
+            self.gate_up, self.down = make_linear(weights.gate_up.read()), make_linear(weights.down.read())
         self.rope = config.layers[index].rope
         self.mask = Mask(config.attention_scale, config.layers[index].window, config.attention_softcap)
 
@@ -44,8 +44,8 @@ class _Layer:
 class TorchDecoder:
     """See `replica.models.decoder.Decoder`. Residual and norms in float32, matrix products in the pool's dtype.
 
-    With several ranks each computes its own query heads, its part of the MLP and of the vocabulary: two sums a layer
-    (three with a norm over all queries), and the logits go to rank 0, which alone chooses.
+    With several ranks each computes its own query heads, its part of the MLP and of the vocabulary: a sum for the
+    embedding, two a layer (three with a norm over all queries), and the logits go to rank 0, which alone chooses.
     """
 
     def __init__(
@@ -62,13 +62,16 @@ class TorchDecoder:
         self._shard = reader.shard
         #: query heads and KV heads of this rank
         self._num_heads, self._num_kv_heads = reader.config.num_heads // reader.shard.size, pool.shape[1]
-        self._pool = pool
+        self.pool = pool
         self._attention = attention
+        # the head is the largest and exists twice while it is packed: first, when nothing else is there
+        self._head = make_linear(reader.head().read())
+        #: of this rank's part of the vocabulary, whose first token is `_first_token`
+        self._embedding = reader.embedding().read()
+        self._first_token = reader.shard.part(self.config.vocab_size).start
         self._layers = [_Layer(weights, self.config, i) for i, weights in enumerate(reader.layers())]
-        self._embedding = reader.embedding()
         # Gemma was trained with this factor in its weights' dtype: 55.5 for the root of 3072 in bfloat16
         self._embedding_multiplier = float(torch.tensor(self.config.embedding_multiplier, dtype=pool.dtype))
-        self._head = make_linear(reader.head())
         self._final_norm = reader.final_norm()
         self._ropes = [rotary_tables(rope, max_len) for rope in self.config.ropes]
         self._last_logits = torch.empty((0, self.config.vocab_size))
@@ -83,10 +86,9 @@ class TorchDecoder:
         )
         count = len(positions)
         hidden = torch.zeros((max(count, MIN_ROWS), self.config.hidden_size))
-        embedded = self._embedding[torch.from_numpy(batch.token_ids).long()].float()
-        hidden[:count] = embedded * self._embedding_multiplier
+        hidden[:count] = self._embed(torch.from_numpy(batch.token_ids).long()) * self._embedding_multiplier
         rotations = [(cos[positions][:, None], sin[positions][:, None]) for cos, sin in self._ropes]
-        block, offset = np.divmod(batch.slots, self._pool.shape[4])
+        block, offset = np.divmod(batch.slots, self.pool.shape[4])
         place = (torch.from_numpy(block), torch.from_numpy(offset))
         for index, layer in enumerate(self._layers):
             rotation = None if layer.rope is None else rotations[layer.rope]
@@ -101,6 +103,17 @@ class TorchDecoder:
         """See `Decoder.choose`."""
         rows = self._last_logits[: batch.num_chosen].numpy()
         return sample(rows, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.uniform)
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [tokens, hidden]. Each rank has rows of its own; a sum of one of them and zeros is exact."""
+        if self._shard.size == 1:
+            return self._embedding[token_ids].float()
+        places = token_ids - self._first_token
+        is_ours = (places >= 0) & (places < len(self._embedding))
+        rows = torch.zeros((len(token_ids), self.config.hidden_size))
+        rows[is_ours] = self._embedding[places[is_ours]].float()
+        self._collective.sum_(rows)
+        return rows
 
     def _add(self, hidden: torch.Tensor, change: torch.Tensor) -> torch.Tensor:
         factor = self.config.residual_multiplier
@@ -126,11 +139,11 @@ class TorchDecoder:
         q, k = self._qk_norms(vectors, q, k)
         if rotation is not None:
             q, k = _rotate(q, *rotation), _rotate(k, *rotation)
-        self._pool[place[0], :, index, 0, place[1]] = k.to(self._pool.dtype)
-        self._pool[place[0], :, index, 1, place[1]] = v.to(self._pool.dtype)
-        mixed = torch.zeros((len(hidden), self._num_heads * self.config.head_dim), dtype=self._pool.dtype)
-        query = q.to(self._pool.dtype)
-        mixed[:count] = self._attention(query, self._pool, index, step, layer.mask).reshape(count, -1)
+        self.pool[place[0], :, index, 0, place[1]] = k.to(self.pool.dtype)
+        self.pool[place[0], :, index, 1, place[1]] = v.to(self.pool.dtype)
+        mixed = torch.zeros((len(hidden), self._num_heads * self.config.head_dim), dtype=self.pool.dtype)
+        query = q.to(self.pool.dtype)
+        mixed[:count] = self._attention(query, self.pool, index, step, layer.mask).reshape(count, -1)
         return self._behind(layer.o(mixed).float(), vectors.o_bias, vectors.attention_out_norm)
 
     def _mlp(self, layer: _Layer, hidden: torch.Tensor, count: int) -> torch.Tensor:
@@ -142,7 +155,7 @@ class TorchDecoder:
         gate_up = layer.gate_up(x).float()
         if vectors.gate_up_bias is not None:
             gate_up = gate_up + vectors.gate_up_bias
-        inner = gated(self.config.activation, gate_up).to(self._pool.dtype)
+        inner = gated(self.config.activation, gate_up).to(self.pool.dtype)
         return self._behind(layer.down(inner).float(), vectors.down_bias, vectors.mlp_out_norm)
 
     def _behind(self, part: torch.Tensor, bias: torch.Tensor | None, norm: torch.Tensor | None) -> torch.Tensor:
@@ -172,7 +185,7 @@ class TorchDecoder:
 
     def _normed(self, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
         """What a linear takes: normed where there is a norm before it, in the pool's dtype."""
-        return (x if weight is None else self._norm(x, weight)).to(self._pool.dtype)
+        return (x if weight is None else self._norm(x, weight)).to(self.pool.dtype)
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """float32 [rows, vocab]; no rows but on rank 0"""

@@ -8,6 +8,7 @@ company is replaced: linears, activations and rotary tables. Whether that was en
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,9 @@ from replica.input_batch import InputBatch
 from replica.models.decoder_config import ModelShape
 from replica.models.invariant_modules import make_invariant
 from replica.sampler import sample
+from replica.tensor_names import refuse_quantized, told_of_unread
 
+logger = logging.getLogger(__name__)
 ATTENTION_NAME = "shoal"
 #: what layers hand on to attention and what changes nothing in it
 _HARMLESS = {
@@ -115,8 +118,10 @@ class TransformersDecoder:
 
         AttentionInterface.register(ATTENTION_NAME, _attend)
         self.kernels = f"transformers {transformers.__version__}, torch {torch.__version__}, attention {attention.name}"
-        self.digest = Checkpoint(folder).digest()  # before transformers touches the files
-        self._pool = pool
+        checkpoint = Checkpoint(folder)
+        refuse_quantized(checkpoint.dtypes())
+        self.digest = checkpoint.digest()  # before transformers touches the files
+        self.pool = pool
         self._attention = attention
         self._shape = shape
         self._model = _load(folder, shape, pool.dtype)
@@ -154,10 +159,10 @@ class TransformersDecoder:
             rows, wanted = rows.new_zeros(1), 0
         else:
             wanted = len(rows)
-        block_size = self._pool.shape[4]
+        block_size = self.pool.shape[4]
         place = (slots // block_size, slots % block_size)
         more = {"logits_to_keep": rows} if self._picks_rows else {}
-        _local.running = running = _Running(self._pool, self._attention, step, place)
+        _local.running = running = _Running(self.pool, self._attention, step, place)
         try:
             out = self._model(input_ids=tokens[None], position_ids=step.positions[None], use_cache=False, **more)
         finally:
@@ -174,8 +179,8 @@ class TransformersDecoder:
         """A few tokens in two steps through our cache, against transformers' own attention over all at once: what
         keeps a state of its own, or positions that ours does not see, comes out here. Raises ModelLoadError.
         """
-        count, block_size = sum(_TRIAL), self._pool.shape[4]
-        if count > min(max_len, self._pool.shape[0] * block_size):
+        count, block_size = sum(_TRIAL), self.pool.shape[4]
+        if count > min(max_len, self.pool.shape[0] * block_size):
             return
         tokens = torch.arange(3, 3 + count) % self._shape.vocab_size
         name = f"{folder.name}: {self._shape.architecture}"
@@ -192,15 +197,17 @@ class TransformersDecoder:
             raise ModelLoadError(f"{name} cannot run on our cache: {error}") from error
         except Exception as error:
             raise ModelLoadError(f"{name} cannot run on our cache: {type(error).__name__}: {error}") from error
-        self._pool[: -(-count // block_size)] = 0
+        if not torch.isfinite(expected).all():
+            raise ModelLoadError(f"{name} computes NaN or infinity, with transformers' own attention too")
+        self.pool[: -(-count // block_size)] = 0
         distance = float((torch.cat(found) - expected).abs().max() / (expected.max() - expected.min()))
-        if not distance <= _TRIAL_TOLERANCE[self._pool.dtype]:
+        if not distance <= _TRIAL_TOLERANCE[self.pool.dtype]:
             raise ModelLoadError(
                 f"{name} cannot run on our cache: logits are {distance:.2g} of their range away from transformers' own"
             )
 
     def _compute_trial(self, tokens: torch.Tensor, begin: int, length: int) -> torch.Tensor:
-        end, block_size = begin + length, self._pool.shape[4]
+        end, block_size = begin + length, self.pool.shape[4]
         positions = torch.arange(begin, end)
         blocks = torch.arange(-(-len(tokens) // block_size), dtype=torch.int32)[None]
         step = AttentionStep(torch.tensor([0, length], dtype=torch.int32), positions, blocks)
@@ -228,4 +235,6 @@ def _load(folder: Path, shape: ModelShape, dtype: torch.dtype) -> Any:
         if told.get(kind):
             names = sorted(map(str, told[kind]))
             raise ModelLoadError(f"{folder}: {kind.replace('_', ' ')} in the weights: {', '.join(names[:3])}")
+    if told.get("unexpected_keys"):
+        logger.warning("%s", told_of_unread(folder, sorted(map(str, told["unexpected_keys"]))))
     return model.eval()

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from replica.checkpoint import Checkpoint
+from replica.config_fields import check_experts
 from replica.errors import ModelLoadError
 from replica.models.decoder_config import ModelShape
 from replica.models.families import FAMILIES
+from replica.tensor_names import refuse_quantized
 
 #: layers with another state than keys and values, or another mask than causal ones and windows, are not ours to run
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -37,6 +39,7 @@ def read_shape(folder: Path, raw: Mapping[str, Any]) -> TransformersShape:
     if config.get_text_config(decoder=True) is not config:
         raise _refusal(name, "it is made of several models (text beside images or sound)")
     _check_attention(name, model_class, config)
+    _check_experts(config)
     context = _first(config, "max_position_embeddings", "n_positions", "max_sequence_length")
     if context is None:
         raise _refusal(name, "config.json does not say how long its context is (max_position_embeddings)")
@@ -59,8 +62,10 @@ def read_shape(folder: Path, raw: Mapping[str, Any]) -> TransformersShape:
 
 
 def check_folder(folder: Path) -> None:
-    """Whether the weights can be opened; names and shapes are checked when they are read. Raises ModelLoadError."""
-    Checkpoint(folder)
+    """Whether the weights can be opened and are plain numbers; names and shapes are checked when they are read. Raises
+    ModelLoadError.
+    """
+    refuse_quantized(Checkpoint(folder).dtypes())
 
 
 def _model_class(name: str, raw: Mapping[str, Any]) -> Any:
@@ -84,9 +89,19 @@ def _check_attention(name: str, model_class: Any, config: Any) -> None:
         raise _refusal(name, "its layers keep a state other than keys and values")
     if not getattr(model_class, "_supports_attention_backend", False):
         raise _refusal(name, "its layers do not go through transformers' attention interface")
+    if getattr(config, "kv_lora_rank", None):
+        raise _refusal(
+            name, f"it has latent attention (kv_lora_rank={config.kv_lora_rank}), for which there is no cache"
+        )
     other = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES}
     if other:
         raise _refusal(name, f"it has layers of another kind: {', '.join(sorted(other))}")
+
+
+def _check_experts(config: Any) -> None:
+    num_experts, per_token = _first(config, "num_local_experts", "num_experts"), _first(config, "num_experts_per_tok")
+    if isinstance(num_experts, int) and isinstance(per_token, int) and num_experts:  # 0: no experts
+        check_experts(per_token, num_experts)
 
 
 def _first(config: Any, *names: str) -> Any:

@@ -24,7 +24,7 @@ extern "C" struct ShoalLayer {
 extern "C" struct ShoalModel {
     int32_t hidden, num_layers, num_heads, num_kv_heads, head_dim, intermediate, vocab, is_bf16, num_threads, block_size;
     float eps, scale;
-    const void *embed, *head;  // rows [vocab, hidden]; packed panels
+    const void *embed, *head;  // rows [vocab, hidden], or null: rows of the head; packed panels
     const float *final_norm, *cos, *sin;  // rotary tables [max_model_len, head_dim / 2]
     const ShoalLayer* layers;
     void* kv;
@@ -152,8 +152,13 @@ template <typename T> class Step {
 
     void embed(int t, int n) {
         for (int r = share(tokens, t, n); r < share(tokens, t + 1, n); r++) {
+            float* to = b.residual + (size_t)r * m.hidden;
+            if (!m.embed) {
+                gather_row((const T*)m.head, s.token_ids[r], m.hidden, to);
+                continue;
+            }
             const T* from = (const T*)m.embed + (size_t)s.token_ids[r] * m.hidden;
-            for (int i = 0; i < m.hidden; i += LANES) store(b.residual + (size_t)r * m.hidden + i, load(from + i));
+            for (int i = 0; i < m.hidden; i += LANES) store(to + i, load(from + i));
         }
     }
 
@@ -242,7 +247,7 @@ using namespace shoal;
 
 extern "C" {
 
-int32_t shoal_abi() { return 2; }
+int32_t shoal_abi() { return 3; }
 
 const char* shoal_isa() {
 #if defined(__AVX512BF16__)
@@ -272,6 +277,10 @@ void shoal_choose(const ShoalModel* m, const ShoalStep* s) {
         thread_local Sampler sampler;
         Step<float>::choose(*m, *s, omp_get_thread_num(), omp_get_num_threads(), sampler);
     }
+}
+
+void shoal_pack(const uint32_t* rows, int64_t num_rows, int64_t words, uint32_t* panels, int32_t width, int32_t lane) {
+    pack_rows(rows, num_rows, words, panels, width, lane);
 }
 
 // Asks for huge pages over the whole pages of [p, p + bytes): a step walks 269 MB of weights and one KV page a block and head.

@@ -110,4 +110,27 @@ static void gemm(const T* a, size_t lda, int m, int k, const T* packed, int n, i
     }
 }
 
+// Rows [num_rows, words] of 4 bytes a word into lanes [lane, lane + width) of panels, `width` rows to a panel. Sixteen words
+// of each row in turn: one cache line read, and 16 lines written that stay in the first level.
+static inline void pack_rows(const uint32_t* rows, int64_t num_rows, int64_t words, uint32_t* panels, int width, int lane) {
+    constexpr int64_t BLOCK = 16;
+    for (int64_t first = 0; first < num_rows; first += width) {
+        uint32_t* panel = panels + first / width * words * PANEL + lane;
+        const int64_t count = num_rows - first < width ? num_rows - first : width;
+        for (int64_t block = 0; block < words; block += BLOCK) {
+            const int64_t end = words - block < BLOCK ? words : block + BLOCK;
+            for (int64_t r = 0; r < count; r++)
+                for (int64_t k = block; k < end; k++) panel[k * PANEL + r] = rows[(first + r) * words + k];
+        }
+    }
+}
+
+// Row `row` of a packed W[N, k] in float32: 4 bytes of every 128.
+template <typename T> static inline void gather_row(const T* packed, int row, int k, float* out) {
+    constexpr int STEP = Pack<T>::STEP;
+    const T* from = packed + (size_t)(row / PANEL) * PANEL * k + (size_t)(row % PANEL) * STEP;
+    for (int i = 0; i < k; i += STEP)
+        for (int j = 0; j < STEP; j++) out[i + j] = widen(from[(size_t)i * PANEL + j]);
+}
+
 }  // namespace shoal

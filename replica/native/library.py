@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from replica.native.builder import NativeUnavailableError, build
 
-ABI = 2
+ABI = 3
 
 
 class Layer(ctypes.Structure):
@@ -86,6 +86,8 @@ class Library:
         lib.shoal_choose.argtypes = [POINTER(Model), POINTER(Step)]
         lib.shoal_use_huge_pages.restype = None
         lib.shoal_use_huge_pages.argtypes = [c_void_p, c_int64]
+        lib.shoal_pack.restype = None
+        lib.shoal_pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32]
         lib.shoal_sample.restype = c_int32
         lib.shoal_sample.argtypes = [c_void_p, c_int32, c_float, c_int32, c_float, c_float, c_double]
         self._lib = lib
@@ -106,6 +108,10 @@ class Library:
     def use_huge_pages(self, address: int, num_bytes: int) -> None:
         """Ask for huge pages; call before the memory is first touched."""
         self._lib.shoal_use_huge_pages(address, num_bytes)
+
+    def pack(self, rows: int, num_rows: int, words: int, panels: int, width: int, lane: int) -> None:
+        """`rows` [num_rows, words of 4 bytes] into lanes from `lane` on of `panels`, `width` rows to a panel."""
+        self._lib.shoal_pack(rows, num_rows, words, panels, width, lane)
 
     def sample(
         self, address: int, num: int, temperature: float, top_k: int, top_p: float, uniform: float, min_p: float = 0.0

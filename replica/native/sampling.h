@@ -8,24 +8,34 @@
 
 namespace shoal {
 
-// Lowest id among the largest logits.
+// In place of a token: the row holds NaN, or its largest logit is infinite.
+constexpr int32_t NOT_FINITE = -1;
+
+// Lowest id among the largest logits, or NOT_FINITE. A maximum forgets a NaN that it meets, so NaN is counted beside it.
 static inline int32_t argmax(const float* x, int n) {
-    float best = x[0];
     int i = 0;
-    V top = splat(-INFINITY);
-    for (; i + LANES <= n; i += LANES) top = max(top, load(x + i));
-    best = max_lanes(top);
-    for (; i < n; i++) best = x[i] > best ? x[i] : best;
+    V top = splat(-INFINITY), none = V{};
+    for (; i + LANES <= n; i += LANES) {
+        const V value = load(x + i);
+        top = max(top, value);
+        none = value == value ? none : splat(1.0f);
+    }
+    float best = max_lanes(top);
+    bool has_nan = max_lanes(none) > 0.0f;
+    for (; i < n; i++) best = x[i] > best ? x[i] : best, has_nan |= x[i] != x[i];
+    if (has_nan || !(best - best == 0.0f)) return NOT_FINITE;
     for (i = 0; i < n; i++)
         if (x[i] == best) return i;
-    return 0;  // only NaN in the row
+    return NOT_FINITE;
 }
 
 class Sampler {
   public:
-    // temperature > 0; top_k 0, top_p 1 and min_p 0 mean off; uniform in [0, 1).
+    // NOT_FINITE as argmax. temperature > 0; top_k 0, top_p 1 and min_p 0 mean off; uniform in [0, 1).
     int32_t sample(const float* logits, int n, float temperature, int top_k, float top_p, float min_p, double uniform) {
-        double total = weigh(logits, n, 1.0f / temperature, min_p);
+        const int32_t likeliest = argmax(logits, n);
+        if (likeliest == NOT_FINITE) return NOT_FINITE;
+        double total = weigh(logits, n, logits[likeliest], 1.0f / temperature, min_p);
         const bool by_count = top_k > 0 && top_k < n;
         if (!by_count && top_p >= 1.0f) return walk(n, uniform * total);
         if (by_count) {
@@ -52,10 +62,9 @@ class Sampler {
     std::vector<std::pair<float, int32_t>> kept_;
 
     // Weights relative to the likeliest token's, which is 1: so what min_p takes away is all below min_p.
-    double weigh(const float* logits, int n, float inverse_temperature, float min_p) {
+    double weigh(const float* logits, int n, float top, float inverse_temperature, float min_p) {
         weights_.resize((size_t)(n + LANES));
         block_sums_.clear();
-        const float top = logits[argmax(logits, n)];
         const V cut = splat(std::max(min_p, LEAST_WEIGHT));
         double total = 0;
         for (int start = 0; start < n; start += BLOCK) {

@@ -48,6 +48,13 @@ static inline U widen(const bf16* p) {
 #endif
 }
 static inline V load(const bf16* p) { return (V)(widen(p) << 16); }
+static inline float widen(float x) { return x; }
+static inline float widen(bf16 x) {
+    uint32_t bits = (uint32_t)x.bits << 16;
+    float out;
+    std::memcpy(&out, &bits, 4);
+    return out;
+}
 // Round to nearest, ties to even. NaN keeps its sign and stays a NaN.
 static inline void store(bf16* p, V x) {
 #if defined(__AVX512BF16__)

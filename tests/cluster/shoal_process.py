@@ -76,7 +76,9 @@ class ShoalProcess:
         self._reader.join(timeout=10)
         assert self.process.stderr is not None
         self.process.stderr.close()
-        wait_until(lambda: not self.survivors(), 10, "the end of every process that shoal serve started")
+        assert self.survivors() == [], "shoal serve ends after everything that it started"
+        foreign = [line for line in self.lines if not line.startswith("shoal: ")]
+        assert foreign == [], "what Ray says belongs into its log"
         return code
 
     def survivors(self) -> list[int]:

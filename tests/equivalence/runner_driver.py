@@ -72,6 +72,7 @@ class Driver:
             plan = StepPlan(0, plan_ids, [computed[i] for i in plan_ids], scheduled, new, grown)
             new = []
             result = self.runner.execute(plan)
+            assert not result.not_finite, "NaN in place of logits"
             for i, count in zip(plan_ids, scheduled, strict=True):
                 computed[i] += count
             for i, token in zip(result.seq_ids, result.token_ids, strict=True):

@@ -87,7 +87,7 @@ def test_ranks_give_the_tokens_of_one(size: int, kv_heads: int, names: tuple[str
         accepted += ours["accepted"]
         weights, pool = runner.held_bytes
         assert {held[1] for held in ranks} == {pool // min(size, kv_heads)}, name
-        assert max(held[0] for held in ranks) < weights * (0.25 + 0.9 / size), name
+        assert max(held[0] for held in ranks) < weights * (0.03 + 1 / size), name
     assert accepted >= 3, "too few drafts came true to mean anything"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from benchmarks.hf_reference import Reference
 from replica.errors import ConfigError, EngineError, ModelLoadError
@@ -59,6 +60,24 @@ def samplings(count: int, max_tokens: int = 6) -> list[SamplingParams]:
 
 def equal(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> bool:
     return all(torch.equal(x, y) for r, s in zip(a, b, strict=True) for x, y in zip(r, s, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_embedding_that_is_the_head(make_runner: MakeRunner, dtype: str, tmp_path: Path) -> None:
+    """The native kernels then hold it once, packed, and take rows out of that."""
+    tied = write_tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    apart = write_tiny_model(tmp_path / "apart", tie_word_embeddings=True)
+    tensors = load_file(apart / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, apart / "model.safetensors")
+    texts = prompts()
+    outputs, logits = [], []
+    for folder in (tied, apart):
+        driver = Driver(make_runner(dtype, folder=folder))
+        outputs.append(driver.run(texts, samplings(len(texts))))
+        logits.append(driver.last(len(texts)))
+    assert outputs[0] == outputs[1]
+    assert equal(*logits)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

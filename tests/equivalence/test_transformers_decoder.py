@@ -37,6 +37,12 @@ def folder_with(tmp_path: Path, architecture: str, **fields: Any) -> Path:
             {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}},
             "code of its own",
         ),
+        ("DeepseekV3ForCausalLM", {"model_type": "deepseek_v3"}, r"it has latent attention \(kv_lora_rank=512\)"),
+        (
+            "OlmoeForCausalLM",
+            {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok=5 cannot be; the model has 4 experts",
+        ),
         ("CohereForCausalLM", {"model_type": "cohere", "quantization_config": {"bits": 4}}, "quantization_config"),
         ("CohereForCausalLM", {"model_type": "cohere", "hidden_size": "wide"}, "CohereForCausalLM|hidden_size"),
     ],

@@ -1,7 +1,12 @@
-"""What the engine machine knows of its clients: what each request was promised and what it got."""
+"""What the engine machine knows of its clients: what each request was promised and what it got; and its knobs."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import hypothesis.strategies as st
+
+from replica.config import SchedulerConfig
 from replica.fake_runner import expected_output
 from replica.messages import FinishReason, OrderKey, ReplicaId, RouterId, SamplingParams, SequenceOutput
 
@@ -11,6 +16,39 @@ BLOCK = 4
 CAP = 5
 ROUTERS = [RouterId("a"), RouterId("b")]
 REPLICA = ReplicaId("r")
+
+
+KNOBS = st.fixed_dictionaries(
+    {
+        "max_num_batched_tokens": st.integers(1, 24),
+        "enable_chunked_prefill": st.booleans(),
+        "lanes": st.sampled_from([(0, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 2), (6, 2, 0), (0, 0, 1)]),
+        "max_num_seqs": st.integers(1, 5),
+        "watermark": st.sampled_from([0.0, 0.2]),
+        "policy": st.sampled_from(["fcfs", "priority", "sjf"]),
+        "priority_ageing_s": st.sampled_from([1.0, 1000.0]),
+        "sjf_ageing_tokens_per_s": st.sampled_from([1.0, 100.0]),
+        "admission_look_past": st.integers(0, 3),
+        "max_head_passes": st.integers(0, 3),
+        "preemption_victim": st.sampled_from(["policy", "cost"]),
+        "max_preemptions": st.integers(0, 2),
+        "shed_above_queued_tokens": st.sampled_from([0, 0, 40]),
+        "num_speculative_tokens": st.sampled_from([0, 3]),
+        "speculative_ngram": st.integers(1, 2),
+        "tpot_target_ms": st.sampled_from([0, 9]),
+    }
+)
+
+
+def scheduler_config(knobs: dict[str, Any]) -> SchedulerConfig:
+    """`lanes`: threshold, most long prompts, most prompts under way."""
+    threshold, max_long, max_partial = knobs["lanes"]
+    return SchedulerConfig(
+        long_prefill_token_threshold=threshold,
+        max_long_partial_prefills=max_long,
+        max_partial_prefills=max_partial,
+        **{name: value for name, value in knobs.items() if name != "lanes"},
+    )
 
 
 class Client:

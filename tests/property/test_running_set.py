@@ -146,8 +146,8 @@ class RunningSetMachine(RuleBasedStateMachine):
         assert len(self.running) == len(self.sequences)
         assert list(reversed(self.running)) == self.sequences[::-1]
         assert not self.sequences or self.running.max_priority == max(s.order_key[1] for s in self.sequences)
-        assert self.running.num_known_tokens == sum(s.num_tokens for s in self.sequences)
-        assert self.running.num_context_tokens == sum(s.num_computed_tokens for s in self.sequences)
+        num_uncomputed = sum(s.num_uncomputed_tokens for s in self.sequences)
+        assert self.running.count_tokens() == (num_uncomputed, sum(s.num_computed_tokens for s in self.sequences))
 
     @invariant()
     def the_gone_keep_their_counts(self) -> None:

@@ -4,15 +4,16 @@ drains.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import hypothesis.strategies as st
 import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
+from replica.config import AdmissionConfig, CacheConfig, EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner, expected_output
 from replica.messages import (
@@ -30,47 +31,27 @@ from replica.router_output import RouterOutputs
 from replica.sequence import Sequence, Status
 from replica.step import StepPlan
 from router.sequence_names import SequenceNames
-from tests.property.engine_client import BLOCK, CAP, REPLICA, ROUTERS, VOCAB, Client
-
-KNOBS = st.fixed_dictionaries(
-    {
-        "max_num_batched_tokens": st.integers(1, 24),
-        "enable_chunked_prefill": st.booleans(),
-        "lanes": st.sampled_from([(0, 0, 0), (3, 0, 0), (3, 1, 0), (3, 1, 2), (6, 2, 0), (0, 0, 1)]),
-        "max_num_seqs": st.integers(1, 5),
-        "watermark": st.sampled_from([0.0, 0.2]),
-        "policy": st.sampled_from(["fcfs", "priority", "sjf"]),
-        "priority_ageing_s": st.sampled_from([1.0, 1000.0]),
-        "sjf_ageing_tokens_per_s": st.sampled_from([1.0, 100.0]),
-        "admission_look_past": st.integers(0, 3),
-        "max_head_passes": st.integers(0, 3),
-        "preemption_victim": st.sampled_from(["policy", "cost"]),
-        "max_preemptions": st.integers(0, 2),
-        "shed_above_queued_tokens": st.sampled_from([0, 0, 40]),
-        "num_speculative_tokens": st.sampled_from([0, 3]),
-        "speculative_ngram": st.integers(1, 2),
-        "tpot_target_ms": st.sampled_from([0, 9]),
-    }
-)
-
-
-def scheduler_config(knobs: dict[str, Any]) -> SchedulerConfig:
-    """`lanes`: threshold, most long prompts, most prompts under way."""
-    threshold, max_long, max_partial = knobs["lanes"]
-    return SchedulerConfig(
-        long_prefill_token_threshold=threshold,
-        max_long_partial_prefills=max_long,
-        max_partial_prefills=max_partial,
-        **{name: value for name, value in knobs.items() if name != "lanes"},
-    )
+from tests.property.engine_client import BLOCK, CAP, KNOBS, REPLICA, ROUTERS, VOCAB, Client, scheduler_config
 
 
 class EngineMachine(RuleBasedStateMachine):
-    @initialize(num_blocks=st.integers(6, 20), caching=st.booleans(), knobs=KNOBS)
-    def build(self, num_blocks: int, caching: bool, knobs: dict[str, Any]) -> None:
+    #: None: every layer sees everything
+    windows: ClassVar[list[int | None]] = [None, None, 2, 5, 8, 9, 15]
+
+    @initialize(num_blocks=st.integers(6, 20), caching=st.booleans(), knobs=KNOBS, data=st.data())
+    def build(self, num_blocks: int, caching: bool, knobs: dict[str, Any], data: st.DataObject) -> None:
+        self.window = data.draw(st.sampled_from(self.windows))
         self.runner = FakeModelRunner(
-            num_blocks=num_blocks, block_size=BLOCK, max_model_len=64, vocab_size=VOCAB, eos_token_ids=()
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_model_len=64,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            window=self.window,
         )
+        # a prompt need not fit the pool where no token sees more of it than does
+        is_sliding = self.window is not None and 1 + math.ceil((self.window - 1) / BLOCK) <= num_blocks
+        self.capacity = 64 if is_sliding else min(64, num_blocks * BLOCK)
         self.config = EngineConfig(
             scheduler=scheduler_config(knobs),
             admission=AdmissionConfig(max_queued_requests=CAP),
@@ -141,7 +122,7 @@ class EngineMachine(RuleBasedStateMachine):
         cap = self.config.admission.max_queued_requests
         room = max(0, cap - num_queued) + sum(map(len, weaker.values()))
         reply = self.core.submit(router, request, 0, self.now)
-        capacity = min(64, self.core.blocks.capacity_tokens)
+        capacity = self.capacity
         limit = self.config.scheduler.shed_above_queued_tokens
         if length + len(output) >= capacity:
             assert reply.refusal is RefusalReason.NEVER_FITS
@@ -232,7 +213,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.lanes_hold(plan)
         assert all(count > 0 for count in plan.num_scheduled)
         if not self.core.scheduler.policy.has_classes:
-            assert counters.displaced == 0
+            assert counters.displaced == displaced
         if counters.preemptions - preemptions > counters.displaced - displaced:
             assert len(self.core.scheduler.running) < running + 1, "a step that preempts for blocks admits nobody"
             assert not plan.new
@@ -328,7 +309,7 @@ class EngineMachine(RuleBasedStateMachine):
                 client.ends[item.index] = item.finish_reason
                 client.check_told(item, is_first)
                 self.check_given_up(client, item, newcomer)
-                client.check_tokens(item.index, min(64, self.core.blocks.capacity_tokens))
+                client.check_tokens(item.index, self.capacity)
                 if all(end is not None for end in client.ends):
                     del self.clients[(router, item.request_id)]
                     self.names[router].forget(item.request_id)
@@ -355,6 +336,17 @@ class EngineMachine(RuleBasedStateMachine):
             self.core.validate()
 
     @invariant()
+    def a_window_bounds_what_is_held(self) -> None:
+        if not hasattr(self, "core") or self.window is None or self.num_turns:
+            return
+        config = self.config.scheduler
+        if config.enable_chunked_prefill:
+            budget, threshold = config.max_num_batched_tokens or 0, config.long_prefill_token_threshold
+            chunk = max(min(budget, threshold or budget), 1 + config.num_speculative_tokens)
+            most = math.ceil((self.window + chunk) / BLOCK) + 1
+            assert max((len(s.held_blocks) for s in self.core.scheduler.running), default=0) <= most
+
+    @invariant()
     def the_load_is_that_of_a_walk_over_all(self) -> None:
         if not hasattr(self, "core"):
             return
@@ -366,7 +358,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert load.num_running == len(running)
         assert load.num_queued_prompt_tokens == sum(s.num_prompt_tokens for s in waiting)
         assert load.num_uncomputed_tokens == sum(s.num_uncomputed_tokens for s in [*waiting, *running])
-        assert load.num_context_tokens == sum(s.num_computed_tokens for s in running)
+        seen = 64 if self.window is None else self.window
+        assert load.num_context_tokens == sum(min(seen, s.num_computed_tokens) for s in running)
 
     def teardown(self) -> None:
         """Let everything end: it must end, exactly once, and leave every pool at baseline."""

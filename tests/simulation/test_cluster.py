@@ -87,6 +87,24 @@ def test_kills_aborts_and_a_tiny_pool_lose_nothing(seed: int) -> None:
     assert preemptions > 0, "the pool was not tiny enough to mean anything"
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_with_a_window_prompts_longer_than_the_pool_survive_kills_too(seed: int) -> None:
+    """What was given back is computed again where a stream goes on."""
+    cluster = SimCluster(
+        SimConfig(
+            engine=engine(cap=32, max_num_seqs=6, max_num_batched_tokens=48),
+            num_replicas=2,
+            num_blocks=14,
+            window=40,
+        )
+    )
+    cluster.kill_at(0.6, ReplicaId("replica-0"), replace_after_s=0.3)
+    records = cluster.run(burst(40, 2.0, seed=seed, prompt=(5, 700), abort_share=0.2))
+    assert_clean(cluster, records)
+    assert not any(record.failure for record in records)
+    assert any(r.token_ids and len(r.request.prompt_token_ids) > 14 * 16 for r in records)
+
+
 def test_when_the_last_replica_stays_dead_streams_fail_and_newcomers_are_refused() -> None:
     cluster = SimCluster(SimConfig(engine=engine()))
     cluster.kill_at(0.5, ReplicaId("replica-0"))

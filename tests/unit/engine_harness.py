@@ -36,12 +36,12 @@ class Harness:
         )
         self.settings = {"max_num_batched_tokens": 32, "watermark": 0.0, **scheduler}
         self.cap = cap
-        config = EngineConfig(
+        self.config = EngineConfig(
             scheduler=SchedulerConfig.model_validate(self.settings),
             admission=AdmissionConfig(max_queued_requests=cap),
             cache=CacheConfig(enable_prefix_caching=caching),
         )
-        self.core = EngineCore(config, self.runner.info)
+        self.core = EngineCore(self.config, self.runner.info)
         self.names_of_router = SequenceNames()
         self.submitted: set[RequestId] = set()
         self.tokens: dict[str, list[int]] = {}
@@ -49,6 +49,11 @@ class Harness:
         #: what the last submission was answered
         self.message = ""
         self.now = 0.0
+
+    def over(self, runner: FakeModelRunner) -> Harness:
+        """The same over another runner, before anything was submitted."""
+        self.runner, self.core = runner, EngineCore(self.config, runner.info)
+        return self
 
     def configure(self, *, cap: int | None = None, **scheduler: object) -> None:
         """These settings change, the others stay."""

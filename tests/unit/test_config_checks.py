@@ -24,6 +24,7 @@ GOOD = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000,
     "eos_token_id": [1, 2],
+    "num_local_experts": 0,
 }
 
 
@@ -35,6 +36,15 @@ def write(folder: Path, value: Any) -> Path:
 def test_a_good_one_is_given_back(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, GOOD)) == GOOD
     assert read_model_config(write(tmp_path, {})) == {}
+
+
+def test_a_window_of_0_is_none_where_windows_are_off(tmp_path: Path) -> None:
+    """So transformers writes Qwen2-MoE's back."""
+    off = {"sliding_window": 0, "use_sliding_window": False}
+    assert read_model_config(write(tmp_path, off)) == off
+    for more in ({}, {"use_sliding_window": True}):
+        with pytest.raises(ModelLoadError, match="sliding_window=0 cannot be"):
+            read_model_config(write(tmp_path, {"sliding_window": 0, **more}))
 
 
 @pytest.mark.parametrize("is_nested", [False, True])
@@ -55,12 +65,16 @@ def test_a_good_one_is_given_back(tmp_path: Path) -> None:
         ("vocab_size", 0),
         ("vocab_size", 1 << 40),
         ("max_position_embeddings", 1 << 60),
-        ("num_experts", 0),
+        ("num_experts", -1),
         ("rms_norm_eps", 0),
         ("rms_norm_eps", float("nan")),
         ("rms_norm_eps", "1e-6"),
         ("rope_theta", float("inf")),
         ("rope_theta", -1.0),
+        ("logits_scaling", 0),
+        ("embedding_multiplier", float("nan")),
+        ("partial_rotary_factor", 1.5),
+        ("num_experts_per_tok", -1),
         ("architectures", "LlamaForCausalLM"),
         ("architectures", [1]),
         ("eos_token_id", -1),

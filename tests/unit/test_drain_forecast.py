@@ -70,6 +70,13 @@ def test_places_are_given_back_by_those_who_run_and_then_by_those_who_took_them(
     assert drain_steps(h) == pytest.approx(10 + 100, rel=0.01), "three places, and then the first of the new ones"
 
 
+def test_with_a_window_nobody_takes_more_than_it_holds_at_once() -> None:
+    """Of 20 free tokens who runs wants a hundred, and who waits 52; with a window each holds at most 8."""
+    behind = one_runs(100, a=50)
+    assert drain_steps(behind, num_places=2, num_free_tokens=20) == pytest.approx(100, rel=0.01)
+    assert drain_steps(behind, num_places=2, num_free_tokens=20, max_held_tokens=8) == pytest.approx(1, rel=0.01)
+
+
 def test_prompts_are_computed_one_after_the_other() -> None:
     h = Harness(max_num_seqs=8, num_blocks=1000)
     h.submit("talks", [1], 500)

@@ -127,10 +127,15 @@ def test_experts_and_what_is_cut_of_them() -> None:
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": 2, "twist": 3}}, "twist=3"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear"}}, "needs the field 'factor'"),
         ("LlamaForCausalLM", {"num_attention_heads": 5, "head_dim": 16}, "no multiple"),
-        ("LlamaForCausalLM", {"rms_norm_eps": []}, "wrong kind"),
+        ("LlamaForCausalLM", {"rms_norm_eps": []}, r"rms_norm_eps=\[\] cannot be"),
+        ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": "two"}}, "factor='two' cannot be"),
+        ("LlamaForCausalLM", {"rope_scaling": 5}, "rope_scaling=5 cannot be; allowed are an object and null"),
         ("LlamaForCausalLM", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this"),
         ("LlamaForCausalLM", {"is_causal": False}, "is_causal=False"),
         ("LlamaForCausalLM", {"rope_theta": -1.0}, "rope_theta=-1.0 cannot be"),
+        ("LlamaForCausalLM", {"rope_parameters": {"rope_theta": 0}}, "rope_theta=0 cannot be"),
+        ("Phi3ForCausalLM", {"rope_parameters": {"partial_rotary_factor": 0}}, "partial_rotary_factor=0 cannot be"),
+        ("Phi3ForCausalLM", {"rope_parameters": {"partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5 cannot be"),
         ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor=inf cannot be"),
         ("LlamaForCausalLM", {"is_encoder_decoder": True}, "encoder-decoder"),
         ("MistralForCausalLM", {"attention_bias": True}, "attention_bias=True is not supported"),
@@ -138,7 +143,28 @@ def test_experts_and_what_is_cut_of_them() -> None:
         ("Qwen2ForCausalLM", {"layer_types": ["full_attention"] * 3}, "for each of 4 layers"),
         ("Qwen2ForCausalLM", {"layer_types": ["sliding_attention"] * 4}, "sliding_window is not set"),
         ("Gemma3ForCausalLM", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
-        ("Gemma2ForCausalLM", {"sliding_window": 8}, "'query_pre_attn_scalar' is missing"),
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar=0 cannot be"),
+        (
+            "Gemma2ForCausalLM",
+            {"final_logit_softcapping": 0},
+            "final_logit_softcapping=0 cannot be; allowed are finite",
+        ),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": float("nan")}, "attn_logit_softcapping=nan cannot be"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling=0 cannot be; allowed are finite numbers above 0"),
+        ("GraniteForCausalLM", {"residual_multiplier": -1.0}, "residual_multiplier=-1.0 cannot be"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1]}, r"no_rope_layers=\[1\] cannot be; allowed are 4 numbers"),
+        (
+            "MixtralForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 5},
+            "num_experts_per_tok=5 cannot be; the model has 4 experts, so allowed are 1 to 4",
+        ),
+        (
+            "MixtralForCausalLM",
+            {"num_local_experts": 0},
+            "num_local_experts=0 cannot be; allowed are whole numbers from",
+        ),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 129}, "the model has 128 experts"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": "all"}, "mlp_only_layers='all' cannot be"),
         (
             "Gemma2ForCausalLM",
             {"sliding_window": 8, "use_bidirectional_attention": True},
@@ -155,6 +181,22 @@ def test_what_would_change_the_result_is_refused(architecture: str, fields: dict
     with pytest.raises(ModelLoadError, match=sentence) as caught:
         parse(raw(architecture, **fields))
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_smollm3_has_the_windows_of_its_layer_types() -> None:
+    """transformers makes its mask by `layer_types`, and leaves `use_sliding_window` to layers that have none."""
+    types = ["full_attention", "sliding_attention"] * 2
+    for more in ({}, {"use_sliding_window": False}, {"use_sliding_window": True}):
+        config = parsed("SmolLM3ForCausalLM", sliding_window=8, layer_types=types, **more)
+        assert windows(config) == [None, 8, None, 8]
+    assert windows(parsed("SmolLM3ForCausalLM", sliding_window=8)) == [None] * 4
+    assert windows(parsed("SmolLM3ForCausalLM", sliding_window=8, use_sliding_window=True)) == [None, None, None, 8]
+
+
+def test_no_experts_are_plain_mlps() -> None:
+    config = parsed("Qwen3MoeForCausalLM", num_experts=0)
+    assert config.experts is None
+    assert not any(layer.has_experts for layer in config.layers)
 
 
 def test_gemma_2_has_caps_unless_they_are_null() -> None:

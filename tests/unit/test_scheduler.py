@@ -308,6 +308,29 @@ def test_each_router_hears_of_its_own_sequences_only() -> None:
     assert (outputs[other].seq_ids, outputs[other].token_ids) == ([ids["theirs"]], [reference([4, 5], 2)[1]])
 
 
+def test_a_sequence_without_numbers_ends_alone_and_shares_nothing() -> None:
+    h = Harness()
+    prompts = {"a": list(range(10, 18)), "b": list(range(100, 108))}  # two blocks each
+    for name, prompt in prompts.items():
+        h.submit(name, prompt, 6)
+    plan = h.plan()
+    assert plan is not None
+    result = h.runner.execute(plan)
+    bad = msgspec.structs.replace(
+        result, seq_ids=result.seq_ids[:1], token_ids=result.token_ids[:1], not_finite=result.seq_ids[1:]
+    )
+    told = {str(o.request_id): o for o in h.told(h.core.update(plan, bad, h.now))}
+    assert (told["b"].finish_reason, told["b"].new_token_ids) == (FinishReason.NOT_FINITE, [])
+    assert "NaN or infinity" in told["b"].message
+    assert len(told["a"].new_token_ids) == 1
+    h.core.validate()
+    h.submit("again", prompts["b"], 6)
+    h.submit("other", prompts["a"], 6)
+    plan = h.plan()
+    assert plan is not None
+    assert plan.num_computed[1:] == [0, 4]  # behind the decode of "a": nothing of "b" is found, of "a" one block is
+
+
 def test_a_decode_that_cannot_go_on_ends_alone() -> None:
     h = Harness()
     for name in ("a", "b", "c"):

@@ -366,6 +366,16 @@ def test_status_has_a_line_for_the_ranks_of_a_replica() -> None:
     assert mended == "ranks 2 of 2, 3 lost so far, mended 2 times, the last time in 1.2 s"
 
 
+def test_status_shows_a_self_test_that_failed() -> None:
+    replica = {"replica_id": "a", "state": "up", "queued": 0, "queue_cap": 64, "returning": 0, "running": 0}
+    replica |= {"kv_blocks": 10, "kv_blocks_free": 5, "step": 0, "oldest_wait_s": 0.0, "kv_fragmentation": 0.0}
+    replica |= {"counters": {}, "description": "cpu; invariance self-test passed in 9 ms"}
+    status = {"router_id": "r", "requests": 0, "held": 0, "replicas": [replica]}
+    assert "self-test" not in format_status(status)
+    replica["description"] = "cpu; invariance self-test FAILED in 9 ms"
+    assert "invariance self-test FAILED: an answer may depend on the requests beside it" in format_status(status)
+
+
 def test_time_without_a_replica_is_told_as_such() -> None:
     """Two kills: a stranger was told that no queue had room, and nothing of the time at the one that fell silent."""
     journal = Journal()
