@@ -197,6 +197,9 @@ class GenerateRequest(WireRecord, frozen=True):
     deadline_s: float | None = None
     #: resumed or moved in: it was accepted before, so no cap applies to any of its sequences
     is_returning: bool = False
+    #: whose request it is, and that tenant's share of the work beside others
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -1,8 +1,8 @@
 """ASYNC. The OpenAI-compatible HTTP application: routes, and one request from bytes to bytes.
 
 `create_app` gives a Starlette app for any ASGI server; Ray Serve mounts the same one. A generation goes through these
-stages: read the body (415, 413, 408), parse (400), look whether it could be admitted (503), tokenize (400), hand it to
-the backend (503), wait for the first tokens, and only then send the status line. After the first byte errors are told
+stages: read the body (415, 413, 408), parse (400), look whether the tenant may have another request (429) and whether it
+could be admitted (503), tokenize (400), look whether the tenant has tokens left (429), hand it to the backend (503), wait for the first tokens, and only then send the status line. After the first byte errors are told
 inside the stream. Whatever ends a request early, a client that left included, aborts it at the backend.
 
 Bodies above `on_loop_max_bytes` are parsed and tokenized in a thread: 4 KiB take 2 ms, which no running stream
@@ -40,21 +40,27 @@ from router.generation import NothingToGenerate, first_events, streamed_answer, 
 from router.http_errors import ErrorRule, HttpError, error_object, error_response, rule_of
 from router.http_metrics import RequestRecord
 from router.http_middleware import (
-    ApiKeyMiddleware,
     EdgeMiddleware,
+    TenantMiddleware,
     log_error,
     request_id_of,
     send_error,
+    tenant_of,
+    unknown_key,
     until_disconnect,
 )
 from router.info_endpoints import InfoEndpoints
-from router.journal import ABORTED, FAILED, FINISHED, REFUSED
+from router.journal import ABORTED, FAILED, FINISHED, REFUSED, Journal
 from router.openai_api import ChatOrCompletion, parse_chat, parse_completion
 from router.prepare import PreparedRequest, TextCodec, check_request, needs_thread, prepare
 from router.request_body import Body, ClientGoneError
 from router.sse import error_event
 from router.stream_sender import StreamSender
 from router.structured import ReasonAgainst, reason_against
+from router.tenant_desk import TenantDesk
+from router.tenant_limits import Visit
+from router.tenant_request import for_tenant, priority_of
+from router.tenants import DEFAULT_TENANT, default_tenant
 
 Result = TypeVar("Result")
 _SSE_HEADERS = [
@@ -67,9 +73,9 @@ _SSE_HEADERS = [
 class _Asked:
     """What is known of a request before its body is."""
 
-    __slots__ = ("arrival_s", "arrived_s", "header_id", "header_ms", "is_read", "request_id")
+    __slots__ = ("arrival_s", "arrived_s", "header_id", "header_ms", "is_read", "request_id", "tenant", "visit")
 
-    def __init__(self, request_id: RequestId, header_id: str, arrival_s: float) -> None:
+    def __init__(self, request_id: RequestId, header_id: str, arrival_s: float, tenant: str) -> None:
         #: the id of the answer
         self.request_id = request_id
         #: the answer's `X-Request-Id`
@@ -80,6 +86,15 @@ class _Asked:
         self.header_ms: float | None = None
         #: its fields are right, so that the next question is whether it may be admitted
         self.is_read = False
+        self.tenant = tenant
+        #: once the tenant's limit of requests at once has let it in
+        self.visit: Visit | None = None
+
+    def open_in(self, journal: Journal) -> None:
+        """Its first entry."""
+        journal.open(self.request_id, self.arrival_s, self.header_id)
+        whose = {} if self.tenant == DEFAULT_TENANT else {"tenant": self.tenant}
+        journal.note(self.request_id, self.arrival_s, "arrived", **whose)
 
 
 class GenerateEndpoint:
@@ -92,7 +107,7 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = RequestId(self._id_prefix + uuid.uuid4().hex)
-        asked = _Asked(request_id, request_id_of(scope), self._edge.clock())
+        asked = _Asked(request_id, request_id_of(scope), self._edge.clock(), tenant_of(scope))
         try:
             asked.header_ms = header_deadline_ms(scope["headers"])
             body = await self._read(scope, receive, asked.header_ms)
@@ -105,6 +120,8 @@ class GenerateEndpoint:
             await until_disconnect(receive, self._serve(body, send, asked))
         finally:
             body.release()
+            if asked.visit is not None:  # however it ended
+                asked.visit.end(self._edge.clock())
 
     async def _read(self, scope: Scope, receive: Receive, header_ms: float | None) -> Body:
         """A body that comes slowly does not carry a request over the deadline of its header."""
@@ -125,14 +142,20 @@ class GenerateEndpoint:
     async def _prepared(self, body: Body, asked: _Asked) -> PreparedRequest:
         edge, is_long = self._edge, body.is_long
         request, num_sequences = await edge.compute(is_long, self._parse_and_check, body.take())
+        tenant = edge.tenants.tenant(asked.tenant)
+        if tenant is None:  # it was removed while the body came
+            raise unknown_key()
+        priority = priority_of(request, tenant, edge.settings.policy)
         asked.is_read = True
-        edge.backend.may_admit(num_sequences, request.priority)
+        visit = asked.visit = edge.tenants.enter(asked.tenant, edge.clock())
+        edge.backend.may_admit(num_sequences, priority)
         deadline_s = deadline_of(request, asked.header_ms, asked.arrived_s, time.time())
         prepared = await edge.compute(
             is_long or needs_thread(request), self._prepare, request, asked.request_id, deadline_s
         )
         body.release()
-        return prepared
+        visit.charge_prompt(prepared.num_prompt_tokens, edge.clock())
+        return for_tenant(prepared, visit.tenant, priority)
 
     def _parse_and_check(self, body: bytes) -> tuple[ChatOrCompletion, int]:
         request = self._parse(body)
@@ -149,10 +172,10 @@ class GenerateEndpoint:
         log_error(error, asked.request_id, asked.header_id)
         if isinstance(error, RefusedError):
             edge.metrics.refused(rule.code or "refused")
+            edge.tenants.refused(asked.tenant, rule.code or "refused")
         # a mistake in a field is the client's, who has been told all of it
         if asked.is_read or rule.status >= 500 or isinstance(error, NeverFitsError):
-            journal.open(asked.request_id, asked.arrival_s, asked.header_id)
-            journal.note(asked.request_id, asked.arrival_s, "arrived")
+            asked.open_in(journal)
             journal.note(asked.request_id, edge.clock(), f"answered {rule.status}", **_told(error))
             journal.end(asked.request_id, _outcome(rule))
         await send_error(send, error)
@@ -166,7 +189,7 @@ class _Exchange:
         self._prepared = prepared
         self._send = send
         self._asked = asked
-        self._record: RequestRecord = edge.metrics.start(prepared.model, asked.arrival_s)
+        self._record: RequestRecord = edge.metrics.start(prepared.model, asked.arrival_s, asked.visit)
         self._has_started = False
 
     async def run(self) -> None:
@@ -174,8 +197,7 @@ class _Exchange:
         stream: GenerationStream | None = None
         answer: Answer | None = None
         journal, asked = self._edge.backend.journal, self._asked
-        journal.open(asked.request_id, asked.arrival_s, asked.header_id)
-        journal.note(asked.request_id, asked.arrival_s, "arrived")
+        asked.open_in(journal)
         try:
             stream = await self._submit()
             answer = Answer(self._prepared, self._edge.codec, stream, self._record)
@@ -305,11 +327,15 @@ def create_app(
     backend: Backend,
     clock: Callable[[], float] = time.monotonic,
     reason_against: ReasonAgainst = reason_against,
+    tenants: TenantDesk | None = None,
 ) -> Starlette:
     """The HTTP application. `clock` gives monotonic seconds; `reason_against` judges clients' grammars: facing
-    strangers, let it be `GrammarChecker`'s. Holds two idle threads after the first long body.
+    strangers, let it be `GrammarChecker`'s. Without `tenants` all is one tenant's, whose keys are `settings.api_keys`.
+    Holds two idle threads after the first long body.
     """
-    edge = Edge(settings, tokenizer, backend, clock, reason_against)
+    if tenants is None:
+        tenants = TenantDesk([default_tenant(settings.api_keys)], bool(settings.api_keys), now=clock())
+    edge = Edge(settings, tokenizer, backend, clock, reason_against, tenants)
     info = InfoEndpoints(edge)
     routes = [
         Route("/v1/completions", GenerateEndpoint(edge, parse_completion, "cmpl-"), methods=["POST"]),
@@ -341,8 +367,7 @@ def create_app(
                 expose_headers=["x-request-id", "retry-after"],
             )
         )
-    if settings.api_keys:
-        middleware.append(Middleware(ApiKeyMiddleware, settings.api_keys))
+    middleware.append(Middleware(TenantMiddleware, tenants))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
