@@ -1,9 +1,10 @@
 """ASYNC. The OpenAI-compatible HTTP application: routes, and one request from bytes to bytes.
 
 `create_app` gives a Starlette app for any ASGI server; Ray Serve mounts the same one. A generation goes through these
-stages: read the body (415, 413, 408), parse (400), look whether the tenant may have another request (429) and whether it
-could be admitted (503), tokenize (400), look whether the tenant has tokens left (429), hand it to the backend (503), wait for the first tokens, and only then send the status line. After the first byte errors are told
-inside the stream. Whatever ends a request early, a client that left included, aborts it at the backend.
+stages: read the body (415, 413, 408), parse (400), ask whether its tenant may have another request (429), look whether
+it could be admitted (503), tokenize (400), ask whether the tenant has tokens left (429), hand it to the backend (503),
+wait for the first tokens, and only then send the status line. After the first byte errors are told inside the stream.
+Whatever ends a request early, a client that left included, aborts it at the backend.
 
 Bodies above `on_loop_max_bytes` are parsed and tokenized in a thread: 4 KiB take 2 ms, which no running stream
 notices. A streamed token costs 3.6 us of CPU from event to the last byte handed to the server, 2.5 of them here.

@@ -16,7 +16,7 @@ class TenantDesk:
     def __init__(
         self, tenants: Iterable[Tenant] = (), needs_keys: bool = False, num_routers: int = 1, now: float = 0.0
     ) -> None:
-        """Raises ConfigError when two tenants have the same key. `num_routers`: among so many the limits are divided."""
+        """Raises ConfigError when two tenants have the same key. `num_routers`: they share the limits."""
         self._num_routers = num_routers
         self._needs_keys = needs_keys
         #: also of tenants that are gone while something of theirs runs

@@ -31,7 +31,8 @@ def tenant_families(desk: TenantDesk, router: str) -> Iterator[Metric]:
             refusals.add_metric([router, tenant, reason], count)
     yield refusals
     running = GaugeMetricFamily(
-        "shoal_tenant_requests_running", "Requests of the tenant that were let in and have not ended.",
+        "shoal_tenant_requests_running",
+        "Requests of the tenant that were let in and have not ended.",
         labels=["router", "tenant"],
     )
     for tenant, found in figures.items():
