@@ -50,8 +50,8 @@ class TenantConfig(FrozenModel):
     @field_validator("priority", mode="before")
     @classmethod
     def _range_is_one(cls, value: object) -> object:
-        if value is None:
-            return value
+        if value is None or value == "auto":
+            return None
         is_pair = isinstance(value, list | tuple) and len(value) == 2 and all(type(end) is int for end in value)
         if not is_pair or not -MAX_INTEGER <= value[0] <= value[1] <= MAX_INTEGER:  # type: ignore[index]
             raise ValueError("is no range of priorities")

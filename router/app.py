@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from replica.errors import NeverFitsError, RefusedError, ShoalError
+from replica.errors import NeverFitsError, RefusedError, ShoalError, TenantLimitError
 from replica.messages import RequestId
 from router.answer import Answer
 from router.app_settings import AppSettings
@@ -179,7 +179,8 @@ class GenerateEndpoint:
             asked.open_in(journal)
             journal.note(asked.request_id, edge.clock(), f"answered {rule.status}", **_told(error))
             journal.end(asked.request_id, _outcome(rule))
-        await send_error(send, error)
+        is_limit = isinstance(error, TenantLimitError)
+        await send_error(send, error, edge.tenants.rate_headers(asked.tenant, edge.clock()) if is_limit else None)
 
 
 class _Exchange:
@@ -251,6 +252,8 @@ class _Exchange:
     async def _begin(self, headers: list[tuple[bytes, bytes]]) -> None:
         self._has_started = True
         self._note("first byte")
+        told = self._edge.tenants.rate_headers(self._asked.tenant, self._edge.clock())
+        headers = headers + [(name.encode(), value.encode()) for name, value in told.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _complete(self, answer: Answer) -> None:
@@ -365,7 +368,7 @@ def create_app(
                 allow_origins=list(settings.cors_allow_origins),
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "retry-after", "x-ratelimit-remaining-tokens"],
             )
         )
     middleware.append(Middleware(TenantMiddleware, tenants))

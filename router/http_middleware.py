@@ -165,10 +165,10 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: BaseException) -> ErrorResponse:
-    """The error as a complete response; returned for who wants to count it."""
+async def send_error(send: Send, error: BaseException, headers: dict[str, str] | None = None) -> ErrorResponse:
+    """The error as a complete response, with `headers` beside its own; returned for who wants to count it."""
     response = error_response(error)
-    await send_bytes(send, response.status, response.body, "application/json", response.headers)
+    await send_bytes(send, response.status, response.body, "application/json", {**response.headers, **(headers or {})})
     return response
 
 

@@ -60,6 +60,11 @@ class TenantDesk:
         """Let in a request of a tenant that is there. Raises TenantConcurrencyError."""
         return self._accounts[name].enter(now)
 
+    def rate_headers(self, name: str, now: float) -> dict[str, str]:
+        """See `TenantAccount.rate_headers`."""
+        account = self._accounts.get(name)
+        return {} if account is None else account.rate_headers(now)
+
     def refused(self, name: str, code: str) -> None:
         """For the figures; it had not come in."""
         if (account := self._accounts.get(name)) is not None:

@@ -136,6 +136,20 @@ class TenantAccount:
         self.figures.num_running -= 1
         self._mean_s += (duration_s - self._mean_s) * (_NEWEST if self._mean_s else 1.0)
 
+    def rate_headers(self, now: float) -> dict[str, str]:
+        """OpenAI's names, for the tenant's whole limit: what is left is what would be if it stood the same at all
+        routers. Nothing without a limit. (Its figures of requests are requests a minute, which are not limited here.)
+        """
+        whole, bucket = self.tenant.tokens_per_minute, self._bucket
+        if whole is None or bucket is None:
+            return {}
+        level = bucket.level(now)
+        return {
+            "x-ratelimit-limit-tokens": f"{whole:.15g}",
+            "x-ratelimit-remaining-tokens": str(max(0, int(level * self._num_routers))),
+            "x-ratelimit-reset-tokens": f"{(bucket.per_minute - level) * 60 / bucket.per_minute:.3f}s",
+        }
+
     def refused(self, code: str) -> None:
         refusals = self.figures.refusals
         refusals[code] = refusals.get(code, 0) + 1
