@@ -98,6 +98,13 @@ def test_a_file_that_cannot_be_used(text: bytes, sentence: str) -> None:
     assert PLAIN not in str(caught.value)
 
 
+def test_the_example_of_the_documentation_is_one(repo_root: Path) -> None:
+    page = (repo_root / "docs" / "tenants.md").read_text()
+    found = parse(page.partition("```yaml\n")[2].partition("```")[0].encode())
+    assert set(found) == {"search", "nightly", "default"}
+    assert found["search"].keys == (hashed("test"),)
+
+
 def test_a_file_is_checked_before_anything_starts(tmp_path: Path) -> None:
     path = tmp_path / "tenants.yaml"
     config = load({"tenants": {"file": str(path), "named": {"a": {"keys": [HASH]}}}})
