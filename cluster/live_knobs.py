@@ -68,7 +68,10 @@ def check_keys(keys: Mapping[str, Any]) -> None:
         elif key not in known and not key.startswith(TENANT):
             sentences.append(f"{key}: unknown key; {_nearest(key, known)}")
         elif not is_live(key):
-            sentences.append(f"{key}: needs a restart: give it to the next `shoal serve`, with --set or in its file")
+            told = " (keys that change while it runs: in tenants.file)" if key.startswith(TENANT) else ""
+            sentences.append(
+                f"{key}: needs a restart{told}: give it to the next `shoal serve`, with --set or in its file"
+            )
     if sentences:
         raise ConfigError("\n".join(sentences))
 

@@ -32,7 +32,7 @@ class TenantConfig(FrozenModel):
         None, description="Lowest and highest priority of its requests. auto: any."
     )
     tokens_per_minute: float | None = Field(
-        None, ge=1, le=1e12, description="Prompt and output tokens in a minute. auto: any number."
+        None, ge=1, le=MAX_INTEGER, description="Prompt and output tokens in a minute. auto: any number."
     )
 
     @field_validator("keys", mode="before")

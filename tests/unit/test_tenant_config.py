@@ -36,7 +36,7 @@ def named(**tenants: Any) -> ClusterConfig:
         ({"a": {"priority": [True, 1]}}, "is no range of priorities"),
         (
             {"a": {"tokens_per_minute": "x"}},
-            r"allowed: auto or a number, at least 1, at most 1000000000000 \(got 'x'\)",
+            r"allowed: auto or a number, at least 1, at most 2147483647 \(got 'x'\)",
         ),
         ({"a": {"wieght": 1}}, r"tenants.named.a.wieght: unknown key; did you mean 'weight'\?"),
         ({"a.b": {}}, "tenants.named: 'a.b' is no name of a tenant; allowed: 1 to 64 letters"),
