@@ -91,6 +91,11 @@ class _Asked:
         #: once the tenant's limit of requests at once has let it in
         self.visit: Visit | None = None
 
+    def leave(self, now: float) -> None:
+        """Its tenant may have another one: before the client can know that this one has ended. Takes effect once."""
+        if self.visit is not None:
+            self.visit.end(now)
+
     def open_in(self, journal: Journal) -> None:
         """Its first entry."""
         journal.open(self.request_id, self.arrival_s, self.header_id)
@@ -121,8 +126,7 @@ class GenerateEndpoint:
             await until_disconnect(receive, self._serve(body, send, asked))
         finally:
             body.release()
-            if asked.visit is not None:  # however it ended
-                asked.visit.end(self._edge.clock())
+            asked.leave(self._edge.clock())  # however it ended
 
     async def _read(self, scope: Scope, receive: Receive, header_ms: float | None) -> Body:
         """A body that comes slowly does not carry a request over the deadline of its header."""
@@ -179,6 +183,7 @@ class GenerateEndpoint:
             asked.open_in(journal)
             journal.note(asked.request_id, edge.clock(), f"answered {rule.status}", **_told(error))
             journal.end(asked.request_id, _outcome(rule))
+        asked.leave(edge.clock())
         is_limit = isinstance(error, TenantLimitError)
         await send_error(send, error, edge.tenants.rate_headers(asked.tenant, edge.clock()) if is_limit else None)
 
@@ -239,6 +244,7 @@ class _Exchange:
             sender = StreamSender(self._send)
             if not self._prepared.request.stream:
                 body = await whole_answer(answer, first, steps, clock)
+                self._asked.leave(clock())
                 await self._begin([(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
                 await sender.end(body)
                 return
@@ -246,6 +252,8 @@ class _Exchange:
                 async for data in pieces:
                     if not self._has_started:
                         await self._begin(_SSE_HEADERS)
+                    if answer.is_complete:
+                        self._asked.leave(clock())
                     await sender.write(data)
             await sender.end()
 
@@ -278,6 +286,7 @@ class _Exchange:
             self._record.refuse(rule.code or "refused")
         else:
             self._record.end("error")
+        self._asked.leave(self._edge.clock())
         if self._has_started and self._prepared.request.stream:
             await self._send({"type": "http.response.body", "body": error_event(error_object(error))})
         elif not self._has_started:

@@ -44,7 +44,7 @@ class Edge:
         backend: Backend,
         clock: Callable[[], float],
         reason_against: ReasonAgainst,
-        tenants: TenantDesk,
+        tenants: TenantDesk | None = None,
     ) -> None:
         self.settings = settings
         self.reason_against = reason_against
@@ -53,8 +53,8 @@ class Edge:
         #: monotonic seconds, for latencies
         self.clock = clock
         self.metrics = HttpMetrics(settings.metrics_prefix, settings.router_name)
-        self.tenants = tenants
-        self.metrics.watch_tenants(tenants)
+        self.tenants = TenantDesk() if tenants is None else tenants
+        self.metrics.watch_tenants(self.tenants)
         self.started_s = int(time.time())
         self._bodies = BodyLimits(
             settings.max_body_bytes,
