@@ -199,7 +199,7 @@ class GenerateRequest(WireRecord, frozen=True):
     deadline_s: float | None = None
     #: resumed or moved in: it was accepted before, so no cap applies to any of its sequences
     is_returning: bool = False
-    #: whose share of the service it takes, and how large that share is beside others'
+    #: whose request it is, and that tenant's share of the work beside others
     tenant: str = ""
     tenant_weight: float = 1.0
 
