@@ -23,6 +23,7 @@ from replica.attention.row_exp import by_rows
 from replica.messages import SamplingParams
 from replica.models import decoder, families
 from replica.models.decoder_config import DecoderConfig, LayerConfig
+from replica.models.family_defaults import filled
 from replica.native import library
 from replica.native.builder import NativeUnavailableError
 from tests.equivalence.runner_driver import Driver
@@ -249,7 +250,7 @@ def test_no_field_of_transformers_is_overlooked(
             self.read.add(key)
             return super().get(key, default)
 
-    watched = Watched(families.filled(raw["architectures"][0], raw))
+    watched = Watched(filled(raw["architectures"][0], raw))
     watched.read = {"architectures"}
     monkeypatch.setattr(families, "filled", lambda architecture, raw: watched)
     assert families.parse(raw) is not None
