@@ -14,6 +14,10 @@ from typing import NewType
 
 import msgspec
 
+from replica.permit_messages import Ask as Ask
+from replica.permit_messages import Grant as Grant
+from replica.permit_messages import Permit as Permit
+from replica.permit_messages import Wish as Wish
 from replica.stages import Chunk as Chunk
 from replica.stages import Preempted as Preempted
 from replica.stages import PreemptionCause as PreemptionCause
@@ -294,47 +298,12 @@ class KVEvent(WireRecord, frozen=True):
     cleared: bool = False
 
 
-class Permit(WireRecord, frozen=True):
-    """For as many places as a request has sequences: with them the router has parted with `used` of its term."""
-
-    term: int
-    used: int
-
-
-class Wish(WireRecord, frozen=True):
-    """A request that a router holds: it needs so many places at once. The smaller `value` comes first."""
-
-    num_sequences: int
-    value: float
-
-
 class Submit(msgspec.Struct, frozen=True, tag="submit", gc=False):
     """Router to replica: take this request. `epoch` numbers the attempts of one request."""
 
     request: GenerateRequest
     epoch: int = 0
     permit: Permit | None = None
-
-
-class Ask(msgspec.Struct, frozen=True, tag="ask", gc=False):
-    """Router to replica, of one tenant: of the permits of `term` the router has parted with `used`, and these requests
-    wait for places, in place of what the ask before said (`replica/permits.py`).
-    """
-
-    number: int
-    term: int
-    used: int
-    wishes: list[Wish] = []
-    tenant: str = ""
-    tenant_weight: float = 1.0
-
-
-class Grant(msgspec.Struct, frozen=True, tag="grant", gc=False):
-    """Replica to router: places are reserved for a tenant, `granted` in all since `term` began."""
-
-    term: int
-    granted: int
-    tenant: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", gc=False):

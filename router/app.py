@@ -153,7 +153,7 @@ class GenerateEndpoint:
         priority = priority_of(request, tenant, edge.settings.policy)
         asked.is_read = True
         visit = asked.visit = edge.tenants.enter(asked.tenant, edge.clock())
-        edge.backend.may_admit(num_sequences, priority)
+        edge.backend.may_admit(num_sequences, priority, visit.tenant.name, visit.tenant.weight)
         deadline_s = deadline_of(request, asked.header_ms, asked.arrived_s, time.time())
         prepared = await edge.compute(
             is_long or needs_thread(request), self._prepare, request, asked.request_id, deadline_s

@@ -100,9 +100,10 @@ class LiveBackend:
             raise
         return stream
 
-    def may_admit(self, num_sequences: int, priority: int = 0) -> None:
+    def may_admit(self, num_sequences: int, priority: int = 0, tenant: str = "", tenant_weight: float = 1.0) -> None:
         now = self._clock()
-        if self.dispatcher.is_certainly_full(num_sequences, now, (0.0, priority, self._wall_clock())):
+        key = (0.0, priority, self._wall_clock())
+        if self.dispatcher.is_certainly_full(num_sequences, now, key, tenant, tenant_weight):
             raise QueueFullError(
                 "the router holds as many requests as it may, and every queue is full",
                 self.dispatcher.retry_after_s(now),
