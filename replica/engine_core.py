@@ -15,7 +15,7 @@ from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
 from replica.config import AdmissionConfig, EngineConfig, SchedulerConfig
 from replica.deadlines import Deadlines
-from replica.drain_forecast import DrainForecast, Room
+from replica.drain_forecast import DrainForecast, Room, rate_at_once
 from replica.grammar_gate import GrammarGate
 from replica.messages import (
     Ask,
@@ -312,9 +312,13 @@ class EngineCore:
 
     def _drain_rate(self, now: float) -> float:
         scheduler, forecast = self.scheduler, self._forecast
-        if not forecast.is_fresh(scheduler.num_queued, now):
-            waiting = chain(scheduler.returning, scheduler.queued, scheduler.blocked)
-            forecast.make(scheduler.running, waiting, scheduler.num_queued, self._room(), scheduler.pace, now)
+        if forecast.is_fresh(scheduler.num_queued, now):
+            return forecast.rate
+        queues, room = (scheduler.returning, scheduler.queued, scheduler.blocked), self._room()
+        num_running, num_tokens = len(scheduler.running), sum(queue.num_tokens for queue in queues)
+        if num_running + scheduler.num_waiting <= room.num_places and num_tokens <= room.num_free_tokens:
+            return rate_at_once(scheduler.num_queued, num_running, num_tokens, scheduler.pace)
+        forecast.make(scheduler.running, chain(*queues), scheduler.num_queued, room, scheduler.pace, now)
         return forecast.rate
 
     def _room(self) -> Room:
