@@ -29,7 +29,9 @@ def _kind(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(str(value) for value in get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of texts"
+        return "a list of texts" if get_args(kind)[0] is str else "a list of two whole numbers, the lower first"
+    if get_origin(kind) is dict:
+        return "a section for each name"
     word = _KINDS[kind]
     if kind in (int, float) and (limits := _limits(field)):
         return f"{word}, {limits}"

@@ -11,13 +11,14 @@ from typing import Any
 import ray
 from ray import serve
 
-from cluster import __version__, live_knobs, model_store
+from cluster import __version__, live_knobs, model_store, tenant_file
 from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.line_socket import tell as tell_line
 from cluster.serve_env import SERVE_ENV
 from cluster.serve_logs import join_serve_logs
 from replica.deployment import replica_deployment
 from router.deployment import router_deployment
+from router.tenant_source import TenantRules
 
 APP_NAME = "shoal"
 
@@ -30,7 +31,8 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
 def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
     """The Serve application of a checked configuration. `terminal`: where a `shoal serve` hears of lost ranks."""
     replicas = replica_deployment(
-        config.model_copy(update={"http": HttpConfig()}).model_dump(),  # API keys are none of its business
+        # API keys are none of its business
+        config.model_copy(update={"http": HttpConfig(), "tenants": config.tenants.without_keys()}).model_dump(),
         live_knobs.engine_settings,
         model_store.resolve,
         num_replicas=config.replicas.both,
@@ -65,6 +67,12 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         },
         config=config.model_dump(),
         live=live_knobs.router_settings,
+        tenant_rules=TenantRules(tenant_file.parse, tenant_file.in_force),
+        tenant_settings={
+            "path": config.tenants.file,
+            "needs_keys": config.tenants.needs_keys(config.http.api_keys),
+            "num_routers": config.router.replicas,
+        },
         chat_template=config.chat_template,
         set_up_logs=join_serve_logs,
     )

@@ -1,4 +1,4 @@
-"""RAY. The `shoal` command: serve, set, get, status, why, model. Heavy imports happen inside the commands, so that
+"""RAY. The `shoal` command: serve, set, get, status, why, key, model. Heavy imports happen inside the commands, so that
 `shoal --help` is instant.
 """
 
@@ -76,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("--json", action="store_true", help="machine-readable")
     why.set_defaults(run=_why, parser=why)
     _add_knobs(commands)
+    key = commands.add_parser("key", help="make an API key for a tenant, or the hash of one")
+    key.add_argument("--hash", action="store_true", help="of a key on standard input, and nothing else")
+    key.set_defaults(run=_key, parser=key)
     model = commands.add_parser("model", help="fetch, convert and locate a model")
     model.add_argument("name", nargs="?", default="smollm2-135m-instruct", help="built-in name, folder or .gguf file")
     model.set_defaults(run=_model, parser=model)
@@ -160,7 +163,10 @@ def _serve(options: argparse.Namespace) -> int:
         print(_resolved_yaml(config), end="")
         return 0
     from cluster.serve import serve_until_stopped
+    from cluster.tenant_file import check_file
 
+    if not os.environ.get("RAY_ADDRESS"):  # else routers may run where this machine's files are not
+        check_file(config)
     return serve_until_stopped(config, options.host, options.port)
 
 
@@ -240,7 +246,9 @@ def _get(options: argparse.Namespace) -> int:
 
     known = live_knobs.all_keys()
     for key in options.keys:
-        if not any(name == key or name.startswith(f"{key}.") for name in known):
+        if not any(name == key or name.startswith(f"{key}.") for name in known) and not key.startswith(
+            live_knobs.TENANT
+        ):
             live_knobs.check_keys({key: None})
     with attached(options.address, options.port):
         found = in_force()
@@ -249,7 +257,7 @@ def _get(options: argparse.Namespace) -> int:
         for key, value in live_knobs.flat_values(found.now)
         if not options.keys or any(key == wanted or key.startswith(f"{wanted}.") for wanted in options.keys)
     }
-    rows.update({key: ["***"] * len(value) for key, value in rows.items() if key == "http.api_keys"})
+    rows.update({key: ["***"] * len(value) for key, value in rows.items() if key.endswith("keys")})
     if options.json:
         import json
 
@@ -258,11 +266,31 @@ def _get(options: argparse.Namespace) -> int:
     resolved = {f"scheduler.{name}": value for name, value in found.resolved.items()}
     for key, value in rows.items():
         filled = f" ({resolved[key]})" if value is None and key in resolved else ""
-        when = "live" if key in live_knobs.LIVE else "needs a restart"
+        when = "live" if live_knobs.is_live(key) else "needs a restart"
         print(f"{key:<46} {live_knobs.shown(value) + filled:<24} {when}")
     print(f"configuration {live_knobs.number_of(found.now):08x}", file=sys.stderr)
     for sentence in found.refused:
         print(f"shoal: the last user_config is refused: {sentence}", file=sys.stderr)
+    return 0
+
+
+def _key(options: argparse.Namespace) -> int:
+    """The key is shown once and kept nowhere."""
+    import getpass
+    import secrets
+
+    from router.tenants import hashed
+
+    if options.hash:
+        # as an argument it would be in the shell's history and in the list of processes
+        key = getpass.getpass("key: ") if sys.stdin.isatty() else sys.stdin.readline()
+        if not (key := key.strip()):
+            raise ConfigError("--hash: standard input holds no key")
+        print(hashed(key))
+        return 0
+    key = f"sk-{secrets.token_urlsafe(32)}"
+    print(f"key   {key}\nhash  {hashed(key)}")
+    print("the client sends the key; the hash goes to the tenant's `keys`. It is not shown again.", file=sys.stderr)
     return 0
 
 

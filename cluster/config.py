@@ -8,12 +8,13 @@ import difflib
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from cluster.allowed import allowed
+from cluster.tenant_config import TenantsConfig, tenants_of
 from replica.config import (
     AdmissionConfig,
     CacheConfig,
@@ -26,6 +27,7 @@ from replica.config import (
     SchedulerConfig,
 )
 from replica.errors import ConfigError
+from router.tenants import TenantBook, default_tenant
 
 #: shown instead of API keys
 MASK = "***"
@@ -110,6 +112,7 @@ class ClusterConfig(FrozenModel):
     scheduler: SchedulerConfig = SchedulerConfig()
     kv_cache: CacheConfig = CacheConfig()
     http: HttpConfig = HttpConfig()
+    tenants: TenantsConfig = TenantsConfig()
 
     @field_validator("model")
     @classmethod
@@ -131,6 +134,17 @@ class ClusterConfig(FrozenModel):
                 f"runner_placement is 'process', which holds one rank, and there are {self.num_ranks}; "
                 "allowed then: 'thread' (which means: not asked for) or 'workers'"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _keys_open_one_door(self) -> ClusterConfig:
+        if not self.http.api_keys:
+            return self
+        if self.tenants.allow_anonymous:
+            raise ValueError(
+                "tenants.allow_anonymous is true, and http.api_keys says that a key is needed; give only one of them"
+            )
+        TenantBook(tenants_of(self.tenants.named, {}, default_tenant(self.http.api_keys).digests), needs_keys=True)
         return self
 
     @property
@@ -187,7 +201,7 @@ def load(source: Mapping[str, Any] | str | Path | None, overrides: Mapping[str, 
     try:
         return ClusterConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(item) for item in error.errors())) from None
+        raise ConfigError("\n".join(sentence(item) for item in error.errors())) from None
 
 
 class PlainYaml(yaml.SafeLoader):
@@ -223,7 +237,7 @@ def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     if source is None:
         return {}
     if isinstance(source, Mapping):
-        return {key: dict(value) if isinstance(value, Mapping) else value for key, value in source.items()}
+        return {key: _copied(value) for key, value in source.items()}
     path = Path(source)
     try:
         data = yaml.load(path.read_text(), PlainYaml)
@@ -238,6 +252,11 @@ def _read(source: Mapping[str, Any] | str | Path | None) -> dict[str, Any]:
     return data
 
 
+def _copied(value: Any) -> Any:
+    """Sections to any depth: overrides are put into them."""
+    return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
+
+
 def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
     *parents, last = dotted.split(".")
     for parent in parents:
@@ -247,39 +266,50 @@ def _put(data: dict[str, Any], dotted: str, value: Any) -> None:
     data[last] = value
 
 
-def _sentence(item: Mapping[str, Any]) -> str:
+def sentence(item: Mapping[str, Any], root: type[BaseModel] = ClusterConfig) -> str:
+    """What one of pydantic's errors says, with the place below `root`, the value unless it may be a key, and what is
+    allowed.
+    """
     place = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        names = _fields_at(item["loc"][:-1])
+        names = _fields_at(root, item["loc"][:-1])
         close = difflib.get_close_matches(str(item["loc"][-1]), names, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else f"; known here: {', '.join(names)}"
         return f"{place}: unknown key{hint}"
+    got = "" if _may_be_a_key(item) else f" (got {item['input']!r})"
     if item["type"] == "model_type":
-        return f"{place}: must be a section with the keys {', '.join(_fields_at(item['loc']))} (got {item['input']!r})"
-    sentence = str(item["msg"]).removeprefix("Value error, ")
+        return f"{place}: must be a section with the keys {', '.join(_fields_at(root, item['loc']))}{got}"
+    text = str(item["msg"]).removeprefix("Value error, ")
     if place:  # a rule between keys of the top level has none
-        sentence = f"{place}: {sentence}"
+        text = f"{place}: {text}"
     # a rule between keys names what it found; the section as a whole would only bury it
-    if isinstance(item["input"], Mapping):
-        return sentence
+    if isinstance(item["input"], Mapping) or (item["type"] == "value_error" and "; allowed: " in text):
+        return text
     if not item["type"].startswith(("greater_than", "less_than", "literal_error")):
-        sentence += f"; allowed: {_allowed_at(item['loc'])}"
-    return f"{sentence} (got {item['input']!r})"
+        text += f"; allowed: {_allowed_at(root, item['loc'])}"
+    return text + got
 
 
-def _allowed_at(location: tuple[Any, ...]) -> str:
+def _may_be_a_key(item: Mapping[str, Any]) -> bool:
+    """Keys do not belong into sentences, which end up in logs."""
+    names = ["", *(part for part in item["loc"] if isinstance(part, str))]
+    is_text = not isinstance(item["input"], int | float | None)
+    return is_text and (names[-1] in ("keys", "api_keys") or "named" in names[-2:])
+
+
+def _allowed_at(root: type[BaseModel], location: tuple[Any, ...]) -> str:
     names = [part for part in location if isinstance(part, str)]  # without the place in a list
-    return allowed(_model_at(tuple(names[:-1])), names[-1])
+    return allowed(_model_at(root, tuple(names[:-1])), names[-1])
 
 
-def _fields_at(location: tuple[Any, ...]) -> list[str]:
-    return list(_model_at(location).model_fields)
+def _fields_at(root: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
+    return list(_model_at(root, location).model_fields)
 
 
-def _model_at(location: tuple[Any, ...]) -> type[BaseModel]:
-    model: type[BaseModel] = ClusterConfig
+def _model_at(root: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
+    found: Any = root
     for part in location:
-        annotation = model.model_fields[part].annotation
-        assert isinstance(annotation, type)
-        model = annotation
-    return model
+        # below a mapping of sections any name leads to one
+        found = get_args(found)[1] if get_origin(found) is dict else found.model_fields[part].annotation
+    assert isinstance(found, type)
+    return found

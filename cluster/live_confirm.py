@@ -96,7 +96,7 @@ class Confirmation:
         except ConfigError as error:  # it did not come by `shoal set`, which checks
             raise ShoalError(f"superseded by another change, which cannot work: {error}") from None
         values = dict(flat_values(config))
-        if any(values[key] != value for key, value in self._asked.items()):
+        if any(values.get(key) != value for key, value in self._asked.items()):
             raise ShoalError(f"superseded by another change; in force: {self._told(others[0])}")
         self._overlay, self._number = others[0], number_of(config)
         return False
@@ -141,4 +141,4 @@ class Confirmation:
             return "see `shoal get`"
         values = dict(flat_values(now))
         keys = [*self._asked, *(key for key, _, _ in differences(self._before, now))]
-        return ", ".join(f"{key}={shown(values[key])}" for key in dict.fromkeys(keys)) + f" ({number_of(now):08x})"
+        return ", ".join(f"{key}={shown(values.get(key))}" for key in dict.fromkeys(keys)) + f" ({number_of(now):08x})"

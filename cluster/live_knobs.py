@@ -17,9 +17,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from cluster.config import ClusterConfig, load
+from cluster.tenant_config import TenantConfig
 from replica.config import EngineConfig, SchedulerConfig
 from replica.errors import ConfigError
 from router.live_settings import DispatcherConfig, LiveSettings
+from router.tenants import DEFAULT_TENANT
 
 #: all of the scheduler, and of the router what its dispatcher decides by
 LIVE = frozenset(
@@ -32,7 +34,17 @@ LIVE = frozenset(
     }
 )
 
+#: in front of a tenant's name and the name of a field
+TENANT = "tenants.named."
+#: of each tenant; its keys are changed in the tenants' file
+LIVE_OF_TENANT = tuple(name for name in TenantConfig.model_fields if name != "keys")
+
 Overlay = Mapping[str, Any]
+
+
+def is_live(key: str) -> bool:
+    """Whether a dotted key may change while it runs."""
+    return key in LIVE or (key.startswith(TENANT) and key.rpartition(".")[2] in LIVE_OF_TENANT)
 
 
 def lay_over(start: Mapping[str, Any], overlay: Overlay) -> ClusterConfig:
@@ -51,17 +63,41 @@ def check_keys(keys: Mapping[str, Any]) -> None:
     for key in keys:
         if under := [name for name in known if name.startswith(f"{key}.")]:
             sentences.append(f"{key}: is a section; its keys: {', '.join(under)}")
-        elif key not in known:
+        elif key.startswith(TENANT) and (fault := _fault_of_tenant_key(key)) is not None:
+            sentences.append(f"{key}: {fault}")
+        elif key not in known and not key.startswith(TENANT):
             sentences.append(f"{key}: unknown key; {_nearest(key, known)}")
-        elif key not in LIVE:
-            sentences.append(f"{key}: needs a restart: give it to the next `shoal serve`, with --set or in its file")
+        elif not is_live(key):
+            told = " (keys that change while it runs: in tenants.file)" if key.startswith(TENANT) else ""
+            sentences.append(
+                f"{key}: needs a restart{told}: give it to the next `shoal serve`, with --set or in its file"
+            )
     if sentences:
         raise ConfigError("\n".join(sentences))
 
 
+def _fault_of_tenant_key(key: str) -> str | None:
+    """Of TENANT + name + "." + field."""
+    name, _, field = key.removeprefix(TENANT).partition(".")
+    fields = [*TenantConfig.model_fields]
+    if not name or not field:
+        return "is a section; its keys: " + ", ".join(f"{TENANT}{name or 'NAME'}.{each}" for each in fields)
+    if field in fields:
+        return None
+    close = difflib.get_close_matches(field, fields, n=1)
+    return f"unknown key; did you mean {TENANT}{name}.{close[0]}?" if close else f"unknown; known: {', '.join(fields)}"
+
+
 def changed(config: ClusterConfig, values: Mapping[str, Any]) -> ClusterConfig:
-    """`config` with other values of dotted live keys. Raises ConfigError."""
+    """`config` with other values of dotted live keys. Raises ConfigError, also for a tenant that nobody is: one that
+    is not named in the configuration may stand in the tenants' file, if there is one.
+    """
     check_keys(values)
+    known = [*config.tenants.named, DEFAULT_TENANT]
+    for key in values:
+        name = key.removeprefix(TENANT).partition(".")[0]
+        if key.startswith(TENANT) and name not in known and config.tenants.file is None:
+            raise ConfigError(f"{key}: there is no tenant {name!r}; allowed: {', '.join(sorted(set(known)))}")
     return load(config.model_dump(), values)
 
 
@@ -69,17 +105,21 @@ def overlay_of(start: ClusterConfig, wanted: ClusterConfig) -> dict[str, Any]:
     """What has to lie over `start` so that it becomes `wanted`; the two differ in live keys only. JSON."""
     before, after = dict(flat_values(start)), dict(flat_values(wanted))
     overlay: dict[str, Any] = {}
-    for key in sorted(LIVE):
-        if before[key] != after[key]:
-            section, _, name = key.partition(".")
-            overlay.setdefault(section, {})[name] = after[key]
+    for key in sorted(filter(is_live, after)):
+        if before.get(key) != after[key]:  # a tenant of the file is named here only when something lies over it
+            *sections, name = key.split(".")
+            inner = overlay
+            for section in sections:
+                inner = inner.setdefault(section, {})
+            inner[name] = after[key]
     return overlay
 
 
 def differences(before: ClusterConfig, after: ClusterConfig) -> list[tuple[str, Any, Any]]:
     """Live keys whose values differ, with both values."""
     old, new = dict(flat_values(before)), dict(flat_values(after))
-    return [(key, old[key], new[key]) for key in old if key in LIVE and old[key] != new[key]]
+    keys = filter(is_live, dict.fromkeys([*old, *new]))
+    return [(key, old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)]
 
 
 def shown(value: object) -> str:
@@ -92,8 +132,8 @@ def told_changes(before: ClusterConfig, after: ClusterConfig, keys: Iterable[str
     old, new = dict(flat_values(before)), dict(flat_values(after))
     return [
         f"{key}: already {shown(new[key])}"
-        if old[key] == new[key]
-        else f"{key}: {shown(old[key])} -> {shown(new[key])}"
+        if old.get(key) == new[key]
+        else f"{key}: {shown(old.get(key))} -> {shown(new[key])}"
         for key in keys
     ]
 
@@ -113,12 +153,19 @@ def warnings(before: ClusterConfig, after: ClusterConfig) -> list[str]:
             f"requests of more than {cap} sequences (prompts x n) get 400 (too_many_sequences) from now on, since the "
             "queue of a replica never holds so many"
         )
+    found += [
+        f"the tenant {name!r} is not in the configuration: it counts only if {after.tenants.file} has one of that name"
+        for name in after.tenants.named
+        if name not in before.tenants.named and name != DEFAULT_TENANT
+    ]
     return found
 
 
 def number_of(config: ClusterConfig) -> int:
     """Equal for equal live values: 32 bits, so that a metric can carry it."""
-    values = {key: value for key, value in flat_values(config) if key in LIVE}
+    # what a tenant of the file has inline counts when it says something: it is there or not, depending on who asks
+    named = {key: value for key, value in flat_values(config) if is_live(key)}
+    values = {key: value for key, value in named.items() if value is not None or not key.startswith(TENANT)}
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
@@ -151,7 +198,10 @@ def flat_values(config: BaseModel) -> Iterator[tuple[str, Any]]:
 
 def all_keys() -> list[str]:
     """Dotted keys of `ClusterConfig`."""
-    return [key for key, _ in flat_values(ClusterConfig())]
+    return [
+        *(key for key, _ in flat_values(ClusterConfig())),
+        *(f"{TENANT}NAME.{n}" for n in TenantConfig.model_fields),
+    ]
 
 
 def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -269,6 +269,8 @@ def _describe_replicas(config: ClusterConfig, host: str, port: int) -> str:
 
     reachable = "127.0.0.1" if host == "0.0.0.0" else host
     key = config.http.api_keys[0] if config.http.api_keys else None
+    if key is None and config.tenants.needs_keys(()):
+        return "see `shoal status` with a tenant's key"
     pause = threading.Event()
     for _ in range(50):
         with contextlib.suppress(ShoalError):

@@ -106,3 +106,12 @@ class DrainForecast:
             clock, prompts_end, free = at, at + prompt / per_step, free - size
             heappush(ends, (prompts_end + left, size))
         return max(admitted, base_s)  # those for whom there is room are admitted with the next step
+
+
+def rate_at_once(num_queued: int, num_running: int, num_tokens: int, pace: StepPace) -> float:
+    """The rate where there is room for all who wait, `num_tokens` long in all: they join in the next step, so nothing
+    has to be played. With 1,024 running a forecast takes 0.4 ms, and one was made for every second submission.
+    """
+    base_s, decode_s, prompt_s = pace.line
+    step_s = base_s + decode_s * num_running + prompt_s * num_tokens
+    return num_queued / step_s if step_s > 0 else 0.0

@@ -17,6 +17,7 @@ from replica.errors import EngineError, InvalidRequestError, RanksLostError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
+    Ask,
     DownMessage,
     Draining,
     Explain,
@@ -123,23 +124,26 @@ class Engine:
             return
         now = self._clock()
         match message:
-            case Submit(request=request, epoch=epoch):
-                reply = self.core.submit(link.router_id, request, epoch, now)
+            case Submit(request=request, epoch=epoch, permit=permit):
+                reply = self.core.submit(link.router_id, request, epoch, now, permit)
                 link.send(reply)
                 if reply.refusal is not None:
                     self._reports.refused(link.router_id)
                 for grammar in self.core.take_wanted_grammars():
                     self._compile(grammar)
-                self._publish_ended()
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(link.router_id, request_id, now, indices)
                 self._schedule_load()
+            case Ask():
+                self.core.ask(link.router_id, message)
+                self._schedule_load()  # what went back is room for others
             case ResetPrefixCache(reset_id=reset_id):
                 self.core.reset_prefix_cache()
                 link.send(ResetDone(reset_id))
             case Explain():
                 link.send(self.core.explain(message, now))
                 return  # nothing has changed
+        self._publish_ended()
         self._kick()
 
     def configure(self, config: EngineConfig, number: int) -> None:
@@ -353,8 +357,10 @@ class Engine:
 
     def _publish_ended(self) -> None:
         """Tell of requests that were shed or overdue, and come back when the next one is: also in the middle of a long
-        step, and while nothing can run.
+        step, and while nothing can run. And tell who may have a place that is free now.
         """
+        for router_id, grant in self.core.deal(self._clock()):
+            self._links[router_id].send(grant)
         if ended := self.core.take_ended():
             self._publish(ended)
         if self._deadline_timer is not None:
@@ -375,6 +381,7 @@ class Engine:
 
     def _send_load(self) -> None:
         self._load_timer = None
+        self._publish_ended()  # leases of permits end by themselves
         now = self._clock()
         load = self.core.load(now)
         for router_id, link in self._links.items():

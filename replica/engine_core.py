@@ -7,7 +7,7 @@ virtual clock. Both run this code.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 from replica.admission import Admission, Refused
@@ -15,20 +15,24 @@ from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
 from replica.config import AdmissionConfig, EngineConfig, SchedulerConfig
 from replica.deadlines import Deadlines
-from replica.drain_forecast import DrainForecast, Room
+from replica.drain_forecast import DrainForecast, Room, rate_at_once
 from replica.grammar_gate import GrammarGate
 from replica.messages import (
+    Ask,
     Explain,
     Explained,
     FinishReason,
     GenerateRequest,
+    Grant,
     KVEvent,
+    Permit,
     ReplicaLoad,
     RequestId,
     RouterId,
     SubmitReply,
 )
 from replica.progress import Progress
+from replica.queue_gate import QueueGate
 from replica.request_book import RequestBook, key_of
 from replica.router_output import RouterOutputs, add_columns, add_record
 from replica.scheduler import Scheduler
@@ -39,7 +43,9 @@ from replica.step_times import StepTimes
 
 
 class EngineCore:
-    """The replica is the authority on its queue: what `submit` accepts is queued, and never more than the cap."""
+    """The replica is the authority on its queue: what `submit` accepts is queued, and with the permits that are out it
+    is never more than the cap.
+    """
 
     def __init__(self, config: EngineConfig, info: RunnerInfo, *, record_kv_events: bool = False) -> None:
         self.info = info
@@ -59,9 +65,7 @@ class EngineCore:
         #: the runner's own
         self.runner_counters: Mapping[str, float] = {}
         self._requests = RequestBook()
-        self._shedding = self._make_shedding(config.scheduler)
-        #: more than this may not be queued: the cap, or those who were queued already when it was lowered
-        self._most_queued = self._admission.cap
+        self._gate = QueueGate(self._admission.cap, self._shedding_of(config.scheduler))
         self._deadlines = Deadlines()
         #: of sequences that ended outside of a step, until somebody takes it
         self._ended: RouterOutputs = {}
@@ -86,15 +90,17 @@ class EngineCore:
         """When a queued request has to be given up, if nothing happens before: call `end_overdue` then."""
         return self._deadlines.next
 
-    def submit(self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float) -> SubmitReply:
+    def submit(
+        self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float, permit: Permit | None = None
+    ) -> SubmitReply:
         """Take or refuse a whole request. A refusal changes nothing and says why; what is taken may cost others their
-        place (`take_ended`).
+        place (`take_ended`). A permit is worth the places that were reserved for it, if they still are.
         """
         refusal, message = None, ""
-        self._most_queued = max(self._admission.cap, min(self._most_queued, self.scheduler.num_queued))
+        has_places = self._gate.redeem(router_id, request, permit)
         try:
             packed = self._admission.check(request, (router_id, request.request_id) in self._requests, now)
-            shed = [] if request.is_returning else self._shedding.make_room(request, self._next_seq_id)
+            shed = [] if request.is_returning else self._gate.make_room(request, self._next_seq_id, has_places)
         except Refused as refused:
             self._num_refused += 1
             refusal, message = refused.reason, refused.message
@@ -102,6 +108,19 @@ class EngineCore:
             self._end_queued(shed, FinishReason.SHED, "the request made way for a more urgent one", now)
             self._accept(router_id, request, packed, now)
         return SubmitReply(request.request_id, epoch, self.load(now), refusal, message)
+
+    def ask(self, router_id: RouterId, ask: Ask) -> None:
+        """A router gives back permits, and says who waits there: `deal` answers."""
+        self._gate.ask(router_id, ask)
+
+    def deal(self, now: float) -> list[tuple[RouterId, Grant]]:
+        """Reserve what is free for requests that routers hold: call it when anything may have changed, and once a
+        second, since leases end by themselves. Between tenants it may cost others their place (`take_ended`).
+        """
+        is_open = self._admission.is_ready and not self._admission.is_draining
+        while is_open and (leaving := self._gate.make_way()):
+            self._end_queued(leaving, FinishReason.SHED, "the request made way for one of another tenant", now)
+        return self._gate.deal(is_open, now)
 
     def configure(self, scheduler: SchedulerConfig, admission: AdmissionConfig) -> None:
         """Other rules from now on; both are resolved. Safe at any time, also while the runner works on a step.
@@ -111,8 +130,7 @@ class EngineCore:
         """
         self.scheduler.configure(scheduler)
         self._admission.cap = admission.max_queued_requests
-        self._shedding = self._make_shedding(scheduler)
-        self._most_queued = max(self._admission.cap, self.scheduler.num_queued)
+        self._gate.configure(admission.max_queued_requests, self._shedding_of(scheduler))
 
     def take_ended(self) -> RouterOutputs:
         """Ends outside of a step, for their routers: take them after `submit`, `schedule` and `end_overdue`."""
@@ -136,7 +154,8 @@ class EngineCore:
             self._requests.forget(sequence)
 
     def abort_router(self, router_id: RouterId, now: float) -> None:
-        """A router is gone: end all of its requests."""
+        """A router is gone: end all of its requests, and take back its permits."""
+        self._gate.forget(router_id)
         for key in self._requests:
             if key[0] == router_id:
                 self.abort(*key, now)
@@ -288,13 +307,18 @@ class EngineCore:
             takes_returning=self._admission.takes_returning,
             oldest_wait_s=scheduler.oldest_wait_s(now),
             kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
+            num_permits=self._gate.num_permits,
         )
 
     def _drain_rate(self, now: float) -> float:
         scheduler, forecast = self.scheduler, self._forecast
-        if not forecast.is_fresh(scheduler.num_queued, now):
-            waiting = chain(scheduler.returning, scheduler.queued, scheduler.blocked)
-            forecast.make(scheduler.running, waiting, scheduler.num_queued, self._room(), scheduler.pace, now)
+        if forecast.is_fresh(scheduler.num_queued, now):
+            return forecast.rate
+        queues, room = (scheduler.returning, scheduler.queued, scheduler.blocked), self._room()
+        num_running, num_tokens = len(scheduler.running), sum(queue.num_tokens for queue in queues)
+        if num_running + scheduler.num_waiting <= room.num_places and num_tokens <= room.num_free_tokens:
+            return rate_at_once(scheduler.num_queued, num_running, num_tokens, scheduler.pace)
+        forecast.make(scheduler.running, chain(*queues), scheduler.num_queued, room, scheduler.pace, now)
         return forecast.rate
 
     def _room(self) -> Room:
@@ -318,17 +342,15 @@ class EngineCore:
     def validate(self) -> None:
         """Check all invariants. Raises AssertionError."""
         self.scheduler.validate()
-        assert self.scheduler.num_queued <= self._most_queued, (
-            f"{self.scheduler.num_queued} queued, cap {self._admission.cap}, allowed {self._most_queued}"
-        )
+        self._gate.validate()
         self._grammars.validate(self.scheduler.blocked)
         self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
 
-    def _make_shedding(self, config: SchedulerConfig) -> Shedding:
+    def _shedding_of(self, config: SchedulerConfig) -> Callable[[int], Shedding]:
         scheduler = self.scheduler
         waiting = (scheduler.queued, scheduler.blocked)
         max_tokens = config.shed_above_queued_tokens
-        return Shedding(scheduler.policy, self._requests, waiting, self._admission.cap, max_tokens)
+        return lambda cap: Shedding(scheduler.policy, self._requests, waiting, cap, max_tokens)
 
     def _end_queued(self, sequences: list[Sequence], reason: FinishReason, message: str, now: float) -> None:
         for sequence in sequences:
@@ -358,6 +380,8 @@ class EngineCore:
                 max_total_tokens=min(self._admission.max_tokens, len(item.prompt_token_ids) + item.sampling.max_tokens),
                 now=now,
                 is_returning=request.is_returning,
+                tenant=request.tenant,
+                tenant_weight=request.tenant_weight,
             )
             sequence.block_hashes = hashes.copy()
             self._next_seq_id += 1

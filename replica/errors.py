@@ -10,7 +10,10 @@
     │   ├── QueueFullError
     │   ├── ShedError                it waited, and made way for more urgent work
     │   ├── NoReplicaError
-    │   └── RouterBusyError          the router holds as many bytes of long bodies as it may
+    │   ├── RouterBusyError          the router holds as many bytes of long bodies as it may
+    │   └── TenantLimitError         a limit of the tenant, whatever room there is
+    │       ├── TenantConcurrencyError   as many requests as it may have at once
+    │       └── TenantTokensError        as many tokens a minute as it may have
     ├── DeadlineExceededError        the request's own deadline, or that of a question to replicas, passed
     ├── ReplicaLostError             the replica died and the request could not be continued elsewhere
     ├── EngineError                  the model runner raised; the sequences of that step are gone
@@ -93,6 +96,18 @@ class NoReplicaError(RefusedError):
 
 class RouterBusyError(RefusedError):
     """The router reads and tokenizes as many long bodies as it has memory for."""
+
+
+class TenantLimitError(RefusedError):
+    """A limit of the tenant. `retry_after_s` says when its own requests will have made room."""
+
+
+class TenantConcurrencyError(TenantLimitError):
+    """The tenant has as many requests at once as it may."""
+
+
+class TenantTokensError(TenantLimitError):
+    """The tenant has used the tokens that it may have in a minute."""
 
 
 class DeadlineExceededError(ShoalError):

@@ -3,8 +3,8 @@
 All of it is frozen plain data. `msgspec` is both the type and the wire format (MessagePack): one
 definition, no second schema to drift, no pickle from the network, and about 1 us per message.
 
-Down the stream go `Submit`, `Abort` and questions; up come `SubmitReply`, `StepOutput` (one per engine step and
-router, carrying every sequence of that router and the replica's load) and `Draining`.
+Down the stream go `Submit`, `Abort`, `Ask` and questions; up come `SubmitReply`, `StepOutput` (one per engine step and
+router, carrying every sequence of that router and the replica's load), `Grant` and `Draining`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,10 @@ from typing import NewType
 
 import msgspec
 
+from replica.permit_messages import Ask as Ask
+from replica.permit_messages import Grant as Grant
+from replica.permit_messages import Permit as Permit
+from replica.permit_messages import Wish as Wish
 from replica.stages import Chunk as Chunk
 from replica.stages import Preempted as Preempted
 from replica.stages import PreemptionCause as PreemptionCause
@@ -199,6 +203,9 @@ class GenerateRequest(WireRecord, frozen=True):
     deadline_s: float | None = None
     #: resumed or moved in: it was accepted before, so no cap applies to any of its sequences
     is_returning: bool = False
+    #: whose request it is, and that tenant's share of the work beside others
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -243,6 +250,8 @@ class ReplicaLoad(WireRecord, frozen=True):
     is_ready: bool = True
     #: it drains, was mended meanwhile, and takes returning requests until its time is up
     takes_returning: bool = False
+    #: places in the queue that are reserved for requests which routers hold
+    num_permits: int = 0
 
 
 class TokenLogprobs(WireRecord, frozen=True):
@@ -294,6 +303,7 @@ class Submit(msgspec.Struct, frozen=True, tag="submit", gc=False):
 
     request: GenerateRequest
     epoch: int = 0
+    permit: Permit | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort", gc=False):
@@ -366,8 +376,8 @@ class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):
     deadline_s: float
 
 
-DownMessage = Submit | Abort | ResetPrefixCache | Explain
-UpMessage = SubmitReply | StepOutput | Draining | ResetDone | Explained
+DownMessage = Submit | Abort | Ask | ResetPrefixCache | Explain
+UpMessage = SubmitReply | StepOutput | Grant | Draining | ResetDone | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(DownMessage)

@@ -44,6 +44,7 @@ from replica.step_budget import StepBudget
 from replica.step_intake import InStep, StepIntake
 from replica.step_pace import StepPace
 from replica.step_rules import StepRules
+from replica.tenant_ledger import TenantLedger
 from replica.waiting_queue import WaitClock, WaitingQueue
 
 
@@ -60,6 +61,7 @@ class Scheduler:
         self.blocked = WaitingQueue()
         window = None if blocks.window is None else blocks.window.size
         self.running = RunningSet(blocks.block_size, blocks.is_caching, window)
+        self.ledger = TenantLedger()
         self._wait_clock = WaitClock()
         self.counters = SchedulerCounters()
         self._rules = self._make_rules(config)
@@ -116,14 +118,16 @@ class Scheduler:
     def add(self, sequence: Sequence, is_blocked: bool = False) -> None:
         """Take a fresh (queued) or resumed (returning) sequence. A blocked one waits for `unblock` first."""
         sequence.queue_key = self._key(sequence)
-        queue = self.blocked if is_blocked else self._queue_of(sequence)
-        queue.push(sequence)
+        if is_blocked:
+            self.blocked.push(sequence)
+        else:
+            self._join_queue(sequence)
         self._wait_clock.begin(sequence, self.num_waiting)
 
     def unblock(self, sequence: Sequence) -> None:
         """It may run now; its place is the one its order key gives it."""
         self.blocked.remove(sequence)
-        self._queue_of(sequence).push(sequence)
+        self._join_queue(sequence)
 
     def configure(self, config: SchedulerConfig) -> None:
         """Another configuration from the next `schedule` on, whatever the runner is doing. `config` is resolved.
@@ -361,7 +365,7 @@ class Scheduler:
         self._wait_clock.begin(victim, self.num_waiting)
 
     def _make_rules(self, config: SchedulerConfig) -> StepRules:
-        rules = StepRules(config, self._blocks, self.returning, self.queued, self.running, self.counters)
+        rules = StepRules(config, self._blocks, self.returning, self.queued, self.running, self.counters, self.ledger)
         self._blocks.limit_chunk(rules.max_chunk)
         return rules
 
@@ -378,6 +382,7 @@ class Scheduler:
             self.blocked.remove(sequence)
         else:
             self._queue_of(sequence).remove(sequence)
+        self.ledger.settle((sequence,))
         self._blocks.free(sequence)
         self._forget_at_runner(sequence)
         was_put_back = sequence.status is Status.RETURNING and sequence.first_scheduled_at is not None
@@ -387,6 +392,11 @@ class Scheduler:
         sequence.finished_at = now
         self.counters.finished[reason] += 1
         self.ended.add(sequence, self._blocks.num_needed(sequence), now)
+
+    def _join_queue(self, sequence: Sequence) -> None:
+        if sequence.status is Status.QUEUED:
+            self.ledger.arrives(sequence.tenant, self.queued, self.running)
+        self._queue_of(sequence).push(sequence)
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
         return self.queued if sequence.status is Status.QUEUED else self.returning

@@ -52,6 +52,7 @@ class Sequence:
         "max_total_tokens",
         "num_blocks_committed",
         "num_cached_tokens",
+        "num_charged_outputs",
         "num_clears_before",
         "num_passed_blocks",
         "num_passes",
@@ -71,6 +72,8 @@ class Sequence:
         "status",
         "stop_reason",
         "submitted_at",
+        "tenant",
+        "tenant_weight",
         "token_ids",
     )
 
@@ -88,6 +91,8 @@ class Sequence:
         max_total_tokens: int,
         now: float,
         is_returning: bool = False,
+        tenant: str = "",
+        tenant_weight: float = 1.0,
     ) -> None:
         self.seq_id = seq_id
         self.request_id = request_id
@@ -97,6 +102,10 @@ class Sequence:
         self.num_prompt_tokens = len(prompt_token_ids)
         self.sampling = sampling
         self.order_key = order_key
+        self.tenant = tenant
+        self.tenant_weight = tenant_weight
+        #: output tokens that its tenant has paid for (`replica/tenant_ledger.py`)
+        self.num_charged_outputs = 0
         #: its place among those that wait; the scheduler sets it by policy (`replica/order.py`)
         self.queue_key = (order_key[0], order_key[2], order_key[2], seq_id)
         self.root = root

@@ -10,12 +10,15 @@ on tokens by itself is taken while nobody else is queued: else it would be refus
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from heapq import merge
 
 from replica.admission import Refused
 from replica.messages import GenerateRequest, RefusalReason
-from replica.order import OrderPolicy, Standing, outranks
+from replica.order import OrderPolicy, QueueKey, Standing, outranks
+from replica.permits import First
+from replica.places import Places
 from replica.request_book import RequestBook, key_of
 from replica.sequence import Sequence
 from replica.waiting_queue import WaitingQueue
@@ -38,17 +41,25 @@ class Shedding:
     def num_queued(self) -> int:
         return sum(queue.num_fresh for queue in self._queues)
 
-    def make_room(self, request: GenerateRequest, seq_id: int) -> list[Sequence]:
-        """Sequences to end so that `request` may be queued. Raises Refused. Its first sequence would be `seq_id`."""
+    def make_room(
+        self, request: GenerateRequest, seq_id: int, num_permits: int, first: First | None, places: Places | None
+    ) -> list[Sequence]:
+        """Sequences to end so that `request` may be queued. Raises Refused. Its first sequence would be `seq_id`.
+
+        `num_permits`: places that are reserved for others. `first`: who waits for a place and comes first, unless
+        `request` has a permit; `places`: who has how many.
+        """
         # before anything is hashed, so as if nothing of it were cached; of its sequences the least urgent counts
         work = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in request.sequences)
         newcomer = (request.order_key[1], self._policy.key(request.order_key, work, seq_id))
         num_sequences, num_tokens = len(request.sequences), request.num_prompt_tokens
-        num_queued = self.num_queued
+        num_taken = self.num_queued + num_permits
         # above the cap (it was lowered) places are taken over one for one: the newcomer need not bring it down again
-        surplus = num_sequences - max(0, self._cap - num_queued)
+        surplus = num_sequences - max(0, self._cap - num_taken)
         num_queued_tokens = sum(queue.num_tokens for queue in self._queues)
         shed: list[Sequence] = []
+        if surplus <= 0 and first is not None and self._is_behind(request, newcomer[1], first, places):
+            raise Refused(RefusalReason.QUEUE_FULL, "the free places in the queue are for requests that come before it")
         if surplus <= 0 and not self._is_too_much(num_queued_tokens, num_tokens):
             return shed
         for siblings in self._from_the_end(newcomer):
@@ -62,7 +73,7 @@ class Shedding:
         if surplus > 0:
             raise Refused(
                 RefusalReason.QUEUE_FULL,
-                f"{num_queued} of {self._cap} places in the queue are taken, {num_sequences} wanted",
+                f"{num_taken} of {self._cap} places in the queue are taken, {num_sequences} wanted",
             )
         if self._is_too_much(num_queued_tokens, num_tokens):
             raise Refused(
@@ -71,6 +82,36 @@ class Shedding:
                 f"more than {self._max_tokens}",
             )
         return shed
+
+    def num_queued_by_tenant(self) -> Counter[str]:
+        """Sequences that wait, returning ones that are blocked included: those are few."""
+        counts: Counter[str] = Counter()
+        for queue in self._queues:
+            counts.update(queue.tenants)
+        return counts
+
+    def make_way(self, first: First, places: Places) -> list[Sequence]:
+        """The last request of the tenant that has the most places for its weight, if it has as many still as `first`
+        would have; else nobody.
+        """
+        most = places.share(first.tenant, first.weight, first.wish.num_sequences)
+        leaving: list[Sequence] = []
+        seen = {first.tenant}
+        for sequence in merge(*map(reversed, self._queues), key=lambda s: s.queue_key, reverse=True):
+            if sequence.tenant in seen or not (siblings := self._requests.untouched(sequence)):
+                continue
+            seen.add(sequence.tenant)
+            left = places.share(sequence.tenant, sequence.tenant_weight, -len(siblings))
+            if left >= most:
+                leaving, most = siblings, left
+        return leaving
+
+    def _is_behind(self, request: GenerateRequest, key: QueueKey, first: First, places: Places | None) -> bool:
+        """Routers do not know the work, so what they sort by under a policy that does is the arrival."""
+        assert places is not None
+        share = places.share(request.tenant, request.tenant_weight)
+        value = key[2] if self._policy.needs_work else key[1]
+        return (places.share(first.tenant, first.weight), first.wish.value) <= (share, value)
 
     def _is_too_much(self, num_queued_tokens: int, num_tokens: int) -> bool:
         return 0 < self._max_tokens < num_queued_tokens + num_tokens and num_queued_tokens > 0

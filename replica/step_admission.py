@@ -22,6 +22,7 @@ from replica.progress import SchedulerCounters
 from replica.running_set import RunningSet
 from replica.sequence import Sequence, Status
 from replica.step_budget import StepBudget
+from replica.tenant_ledger import TenantLedger
 from replica.waiting_queue import WaitingQueue
 
 
@@ -113,6 +114,7 @@ class StepAdmission:
         queued: WaitingQueue,
         running: RunningSet,
         counters: SchedulerCounters,
+        ledger: TenantLedger,
     ) -> None:
         self._config = config
         self._policy = policy
@@ -121,6 +123,7 @@ class StepAdmission:
         self._queued = queued
         self._running = running
         self._counters = counters
+        self._ledger = ledger
         self._watermark_blocks = int(config.watermark * blocks.num_blocks)
 
     @property
@@ -141,6 +144,8 @@ class StepAdmission:
 
     def admit(self, budget: StepBudget, now: float) -> None:
         """As many as places, tokens and blocks allow."""
+        if len(self._running) < self._config.max_num_seqs and budget.tokens_left:
+            self._ledger.put_in_order(self._queued, self._running)
         turns = Turns(self._returning, self._queued, self._policy)
         look_past = LookPast(self._config.admission_look_past, self._config.max_head_passes)
         while (sequence := turns.current()) is not None:
@@ -187,6 +192,7 @@ class StepAdmission:
             self._counters.queue_time_s += now - sequence.submitted_at
             self._counters.prompt_tokens += sequence.num_prompt_tokens
             self._counters.cached_prompt_tokens += sequence.num_cached_tokens
+            self._ledger.admitted(sequence)
         if not self._config.enable_chunked_prefill:
             budget.allow_whole(sequence.num_uncomputed_tokens)
         budget.spend_prompt(sequence, self._blocks.room(sequence))

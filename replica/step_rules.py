@@ -16,6 +16,7 @@ from replica.progress import SchedulerCounters
 from replica.running_set import RunningSet
 from replica.speculation import Speculation
 from replica.step_admission import StepAdmission
+from replica.tenant_ledger import TenantLedger
 from replica.waiting_queue import WaitingQueue
 
 
@@ -30,6 +31,7 @@ class StepRules:
         queued: WaitingQueue,
         running: RunningSet,
         counters: SchedulerCounters,
+        ledger: TenantLedger,
     ) -> None:
         assert config.max_num_batched_tokens is not None, "resolve() the configuration first"
         self.config = config
@@ -37,7 +39,7 @@ class StepRules:
         self.policy = make_policy(config)
         self.victims = VictimChoice(config, self.policy, blocks)
         self.take_back = take_back_by(config.preemption_mode, blocks)
-        self.admission = StepAdmission(config, self.policy, blocks, returning, queued, running, counters)
+        self.admission = StepAdmission(config, self.policy, blocks, returning, queued, running, counters, ledger)
         self.speculation = Speculation(config, blocks, running)
 
     @property

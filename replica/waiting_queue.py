@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from operator import attrgetter
@@ -55,6 +56,8 @@ class WaitingQueue:
         self.num_prompt_tokens = 0
         #: of them, those that were never scheduled
         self.num_fresh = 0
+        #: whose they are: tenant -> how many
+        self.tenants: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._items)
@@ -103,9 +106,15 @@ class WaitingQueue:
         assert self._items == sorted(self._items, key=_key), "out of order"
         assert self.num_tokens == sum(s.num_tokens for s in self), "tokens are counted wrongly"
         assert self.num_prompt_tokens == sum(s.num_prompt_tokens for s in self), "prompt tokens are counted wrongly"
+        assert self.tenants == Counter(s.tenant for s in self), "tenants are counted wrongly"
         assert self.num_fresh == sum(s.status is Status.QUEUED for s in self), "fresh ones are counted wrongly"
 
     def _count(self, sequence: Sequence, sign: int) -> None:
         self.num_tokens += sign * sequence.num_tokens
         self.num_prompt_tokens += sign * sequence.num_prompt_tokens
         self.num_fresh += sign * (sequence.status is Status.QUEUED)
+        count = self.tenants.get(sequence.tenant, 0) + sign
+        if count:
+            self.tenants[sequence.tenant] = count
+        else:
+            del self.tenants[sequence.tenant]

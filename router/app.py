@@ -1,9 +1,10 @@
 """ASYNC. The OpenAI-compatible HTTP application: routes, and one request from bytes to bytes.
 
 `create_app` gives a Starlette app for any ASGI server; Ray Serve mounts the same one. A generation goes through these
-stages: read the body (415, 413, 408), parse (400), look whether it could be admitted (503), tokenize (400), hand it to
-the backend (503), wait for the first tokens, and only then send the status line. After the first byte errors are told
-inside the stream. Whatever ends a request early, a client that left included, aborts it at the backend.
+stages: read the body (415, 413, 408), parse (400), ask whether its tenant may have another request (429), look whether
+it could be admitted (503), tokenize (400), ask whether the tenant has tokens left (429), hand it to the backend (503),
+wait for the first tokens, and only then send the status line. After the first byte errors are told inside the stream.
+Whatever ends a request early, a client that left included, aborts it at the backend.
 
 Bodies above `on_loop_max_bytes` are parsed and tokenized in a thread: 4 KiB take 2 ms, which no running stream
 notices. A streamed token costs 3.6 us of CPU from event to the last byte handed to the server, 2.5 of them here.
@@ -29,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from replica.errors import NeverFitsError, RefusedError, ShoalError
+from replica.errors import NeverFitsError, RefusedError, ShoalError, TenantLimitError
 from replica.messages import RequestId
 from router.answer import Answer
 from router.app_settings import AppSettings
@@ -40,21 +41,27 @@ from router.generation import NothingToGenerate, first_events, streamed_answer, 
 from router.http_errors import ErrorRule, HttpError, error_object, error_response, rule_of
 from router.http_metrics import RequestRecord
 from router.http_middleware import (
-    ApiKeyMiddleware,
     EdgeMiddleware,
+    TenantMiddleware,
     log_error,
     request_id_of,
     send_error,
+    tenant_of,
+    unknown_key,
     until_disconnect,
 )
 from router.info_endpoints import InfoEndpoints
-from router.journal import ABORTED, FAILED, FINISHED, REFUSED
+from router.journal import ABORTED, FAILED, FINISHED, REFUSED, Journal
 from router.openai_api import ChatOrCompletion, parse_chat, parse_completion
 from router.prepare import PreparedRequest, TextCodec, check_request, needs_thread, prepare
 from router.request_body import Body, ClientGoneError
 from router.sse import error_event
 from router.stream_sender import StreamSender
 from router.structured import ReasonAgainst, reason_against
+from router.tenant_desk import TenantDesk
+from router.tenant_limits import Visit
+from router.tenant_request import for_tenant, priority_of
+from router.tenants import DEFAULT_TENANT, default_tenant
 
 Result = TypeVar("Result")
 _SSE_HEADERS = [
@@ -67,9 +74,9 @@ _SSE_HEADERS = [
 class _Asked:
     """What is known of a request before its body is."""
 
-    __slots__ = ("arrival_s", "arrived_s", "header_id", "header_ms", "is_read", "request_id")
+    __slots__ = ("arrival_s", "arrived_s", "header_id", "header_ms", "is_read", "request_id", "tenant", "visit")
 
-    def __init__(self, request_id: RequestId, header_id: str, arrival_s: float) -> None:
+    def __init__(self, request_id: RequestId, header_id: str, arrival_s: float, tenant: str) -> None:
         #: the id of the answer
         self.request_id = request_id
         #: the answer's `X-Request-Id`
@@ -80,6 +87,20 @@ class _Asked:
         self.header_ms: float | None = None
         #: its fields are right, so that the next question is whether it may be admitted
         self.is_read = False
+        self.tenant = tenant
+        #: once the tenant's limit of requests at once has let it in
+        self.visit: Visit | None = None
+
+    def leave(self, now: float) -> None:
+        """Its tenant may have another one: before the client can know that this one has ended. Takes effect once."""
+        if self.visit is not None:
+            self.visit.end(now)
+
+    def open_in(self, journal: Journal) -> None:
+        """Its first entry."""
+        journal.open(self.request_id, self.arrival_s, self.header_id)
+        whose = {} if self.tenant == DEFAULT_TENANT else {"tenant": self.tenant}
+        journal.note(self.request_id, self.arrival_s, "arrived", **whose)
 
 
 class GenerateEndpoint:
@@ -92,7 +113,7 @@ class GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = RequestId(self._id_prefix + uuid.uuid4().hex)
-        asked = _Asked(request_id, request_id_of(scope), self._edge.clock())
+        asked = _Asked(request_id, request_id_of(scope), self._edge.clock(), tenant_of(scope))
         try:
             asked.header_ms = header_deadline_ms(scope["headers"])
             body = await self._read(scope, receive, asked.header_ms)
@@ -105,6 +126,7 @@ class GenerateEndpoint:
             await until_disconnect(receive, self._serve(body, send, asked))
         finally:
             body.release()
+            asked.leave(self._edge.clock())  # however it ended
 
     async def _read(self, scope: Scope, receive: Receive, header_ms: float | None) -> Body:
         """A body that comes slowly does not carry a request over the deadline of its header."""
@@ -125,14 +147,20 @@ class GenerateEndpoint:
     async def _prepared(self, body: Body, asked: _Asked) -> PreparedRequest:
         edge, is_long = self._edge, body.is_long
         request, num_sequences = await edge.compute(is_long, self._parse_and_check, body.take())
+        tenant = edge.tenants.tenant(asked.tenant)
+        if tenant is None:  # it was removed while the body came
+            raise unknown_key()
+        priority = priority_of(request, tenant, edge.settings.policy)
         asked.is_read = True
-        edge.backend.may_admit(num_sequences, request.priority)
+        visit = asked.visit = edge.tenants.enter(asked.tenant, edge.clock())
+        edge.backend.may_admit(num_sequences, priority, visit.tenant.name, visit.tenant.weight)
         deadline_s = deadline_of(request, asked.header_ms, asked.arrived_s, time.time())
         prepared = await edge.compute(
             is_long or needs_thread(request), self._prepare, request, asked.request_id, deadline_s
         )
         body.release()
-        return prepared
+        visit.charge_prompt(prepared.num_prompt_tokens, edge.clock())
+        return for_tenant(prepared, visit.tenant, priority)
 
     def _parse_and_check(self, body: bytes) -> tuple[ChatOrCompletion, int]:
         request = self._parse(body)
@@ -149,13 +177,15 @@ class GenerateEndpoint:
         log_error(error, asked.request_id, asked.header_id)
         if isinstance(error, RefusedError):
             edge.metrics.refused(rule.code or "refused")
+            edge.tenants.refused(asked.tenant, rule.code or "refused")
         # a mistake in a field is the client's, who has been told all of it
         if asked.is_read or rule.status >= 500 or isinstance(error, NeverFitsError):
-            journal.open(asked.request_id, asked.arrival_s, asked.header_id)
-            journal.note(asked.request_id, asked.arrival_s, "arrived")
+            asked.open_in(journal)
             journal.note(asked.request_id, edge.clock(), f"answered {rule.status}", **_told(error))
             journal.end(asked.request_id, _outcome(rule))
-        await send_error(send, error)
+        asked.leave(edge.clock())
+        is_limit = isinstance(error, TenantLimitError)
+        await send_error(send, error, edge.tenants.rate_headers(asked.tenant, edge.clock()) if is_limit else None)
 
 
 class _Exchange:
@@ -166,7 +196,7 @@ class _Exchange:
         self._prepared = prepared
         self._send = send
         self._asked = asked
-        self._record: RequestRecord = edge.metrics.start(prepared.model, asked.arrival_s)
+        self._record: RequestRecord = edge.metrics.start(prepared.model, asked.arrival_s, asked.visit)
         self._has_started = False
 
     async def run(self) -> None:
@@ -174,8 +204,7 @@ class _Exchange:
         stream: GenerationStream | None = None
         answer: Answer | None = None
         journal, asked = self._edge.backend.journal, self._asked
-        journal.open(asked.request_id, asked.arrival_s, asked.header_id)
-        journal.note(asked.request_id, asked.arrival_s, "arrived")
+        asked.open_in(journal)
         try:
             stream = await self._submit()
             answer = Answer(self._prepared, self._edge.codec, stream, self._record)
@@ -215,6 +244,7 @@ class _Exchange:
             sender = StreamSender(self._send)
             if not self._prepared.request.stream:
                 body = await whole_answer(answer, first, steps, clock)
+                self._asked.leave(clock())
                 await self._begin([(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))])
                 await sender.end(body)
                 return
@@ -222,12 +252,16 @@ class _Exchange:
                 async for data in pieces:
                     if not self._has_started:
                         await self._begin(_SSE_HEADERS)
+                    if answer.is_complete:
+                        self._asked.leave(clock())
                     await sender.write(data)
             await sender.end()
 
     async def _begin(self, headers: list[tuple[bytes, bytes]]) -> None:
         self._has_started = True
         self._note("first byte")
+        told = self._edge.tenants.rate_headers(self._asked.tenant, self._edge.clock())
+        headers = headers + [(name.encode(), value.encode()) for name, value in told.items()]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     def _complete(self, answer: Answer) -> None:
@@ -252,6 +286,7 @@ class _Exchange:
             self._record.refuse(rule.code or "refused")
         else:
             self._record.end("error")
+        self._asked.leave(self._edge.clock())
         if self._has_started and self._prepared.request.stream:
             await self._send({"type": "http.response.body", "body": error_event(error_object(error))})
         elif not self._has_started:
@@ -305,11 +340,15 @@ def create_app(
     backend: Backend,
     clock: Callable[[], float] = time.monotonic,
     reason_against: ReasonAgainst = reason_against,
+    tenants: TenantDesk | None = None,
 ) -> Starlette:
     """The HTTP application. `clock` gives monotonic seconds; `reason_against` judges clients' grammars: facing
-    strangers, let it be `GrammarChecker`'s. Holds two idle threads after the first long body.
+    strangers, let it be `GrammarChecker`'s. Without `tenants` all is one tenant's, whose keys are `settings.api_keys`.
+    Holds two idle threads after the first long body.
     """
-    edge = Edge(settings, tokenizer, backend, clock, reason_against)
+    if tenants is None:
+        tenants = TenantDesk([default_tenant(settings.api_keys)], bool(settings.api_keys), now=clock())
+    edge = Edge(settings, tokenizer, backend, clock, reason_against, tenants)
     info = InfoEndpoints(edge)
     routes = [
         Route("/v1/completions", GenerateEndpoint(edge, parse_completion, "cmpl-"), methods=["POST"]),
@@ -338,11 +377,10 @@ def create_app(
                 allow_origins=list(settings.cors_allow_origins),
                 allow_methods=["*"],
                 allow_headers=["*"],
-                expose_headers=["x-request-id", "retry-after"],
+                expose_headers=["x-request-id", "retry-after", "x-ratelimit-remaining-tokens"],
             )
         )
-    if settings.api_keys:
-        middleware.append(Middleware(ApiKeyMiddleware, settings.api_keys))
+    middleware.append(Middleware(TenantMiddleware, tenants))
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:

@@ -78,7 +78,7 @@ class Backend(Protocol):
         """
         ...
 
-    def may_admit(self, num_sequences: int, priority: int = 0) -> None:
+    def may_admit(self, num_sequences: int, priority: int = 0, tenant: str = "", tenant_weight: float = 1.0) -> None:
         """Cheap look before tokenization. Raises `RefusedError` when the request would certainly be refused."""
         ...
 

@@ -27,6 +27,8 @@ from router.grammar_worker import GrammarChecker
 from router.live_backend import LiveBackend
 from router.live_settings import LiveSettings
 from router.placement import POLICIES
+from router.tenant_desk import TenantDesk
+from router.tenant_source import TenantRules, TenantSource
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,7 +43,8 @@ Live = Callable[[Mapping[str, Any], Mapping[str, Any]], LiveSettings]
 class Router:
     """Plain class behind the deployment. Serve calls `__serve_build_asgi_app__` after the constructor.
 
-    `config` is the whole configuration at the start; `live` makes of it what may change, `settings` is the rest.
+    `config` is the whole configuration at the start; `live` makes of it what may change, `tenant_rules` its tenants;
+    `settings` is the rest. `tenant_settings`: the tenants' file or None, whether keys are needed, how many routers.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -52,6 +55,8 @@ class Router:
         settings: Mapping[str, Any],
         config: Mapping[str, Any],
         live: Live,
+        tenant_rules: TenantRules,
+        tenant_settings: Mapping[str, Any],
         chat_template: str | None = None,
         set_up_logs: Callable[[], None] = lambda: None,
     ) -> None:
@@ -71,7 +76,13 @@ class Router:
         )
         self.backend.config_number = now.number
         self._grammars = GrammarChecker()
-        self._app = create_app(self.settings, tokenizer, self.backend, reason_against=self._grammars.reason_against)
+        desk = TenantDesk((), tenant_settings["needs_keys"], tenant_settings["num_routers"])
+        self._tenants = TenantSource(desk, tenant_rules, config, tenant_settings["path"])
+        self._tenants.load()
+        self._tenants.watch()
+        self._app = create_app(
+            self.settings, tokenizer, self.backend, reason_against=self._grammars.reason_against, tenants=desk
+        )
         membership.LISTENERS.append((loop, self.backend.on_view))
         # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no
         # error
@@ -91,6 +102,7 @@ class Router:
         self._told = user_config
         try:
             live = self._live(self._config, user_config)
+            self._tenants.lay(user_config)
         except ConfigError as error:
             self._refused = str(error)
             logger.error("user_config is refused, the configuration stays as it was: %s", error)

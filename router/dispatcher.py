@@ -13,16 +13,17 @@ time.
 
 from __future__ import annotations
 
-from replica.messages import FINAL_REFUSALS, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from replica.messages import FINAL_REFUSALS, Ask, Grant, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.eligibility import Eligibility
+from router.held_requests import HeldRequests
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
 from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.patience import Patience
 from router.placement import Policy
-from router.refusals import Ask
 from router.replica_view import MAX_SILENCE_S, ReplicaView
-from router.tracked import HeldRequests, State, Tracked
+from router.tracked import State, Tracked
 
 
 class Dispatcher:
@@ -34,6 +35,7 @@ class Dispatcher:
         self.views: dict[ReplicaId, ReplicaView] = {}
         self._requests: dict[RequestId, Tracked] = {}
         self._held = HeldRequests(config.priority_ageing_s)
+        self._eligibility = Eligibility(self._held)
         self._patience = Patience(config)
         #: what was decided, for `shoal why`; nothing is decided by it
         self.journal = Journal()
@@ -64,13 +66,25 @@ class Dispatcher:
         request = self._requests.get(request_id)
         return request is not None and request.replica_id == replica_id and request.state is State.ACCEPTED
 
-    def is_certainly_full(self, num_sequences: int, now: float, order_key: OrderKey = (0.0, 0, 0.0)) -> bool:
+    def is_certainly_full(
+        self,
+        num_sequences: int,
+        now: float,
+        order_key: OrderKey = (0.0, 0, 0.0),
+        tenant: str = "",
+        tenant_weight: float = 1.0,
+    ) -> bool:
         """True if a fresh request would be refused at once: ask before doing work for it, such as tokenization."""
-        if len(self._held) < self._config.max_held_requests or self._held.weaker_than(order_key) is not None:
+        if len(self._held) < self._config.max_held_requests:
+            return False
+        if self._held.weaker_than(order_key, tenant, tenant_weight) is not None:
             return False
         return not any(
             view.is_placeable(now)
-            and (view.has_room_for(num_sequences) or self._may_displace(order_key, num_sequences, view))
+            and (
+                view.has_room_for(num_sequences, tenant)
+                or self._eligibility.may_displace(order_key, num_sequences, view)
+            )
             for view in self.views.values()
         )
 
@@ -88,13 +102,22 @@ class Dispatcher:
         now: float,
         order_key: OrderKey = (0.0, 0, 0.0),
         deadline_at: float | None = None,
+        tenant: str = "",
+        tenant_weight: float = 1.0,
     ) -> list[Instruction]:
         """A fresh request, which must have begun by `deadline_at`. Exactly one `Refuse`, `Fail`, `finish` or `abort`
         ends it.
         """
         assert request_id not in self._requests, f"{request_id} is already there"
         request = self._requests[request_id] = Tracked(
-            request_id, num_sequences, num_tokens, order_key, deadline_at, self._config.admission_wait_s
+            request_id,
+            num_sequences,
+            num_tokens,
+            order_key,
+            deadline_at,
+            self._config.admission_wait_s,
+            tenant,
+            tenant_weight,
         )
         self.journal.open(request_id, now)
         self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
@@ -149,8 +172,7 @@ class Dispatcher:
         if refusal is RefusalReason.DRAINING:
             view.is_draining = True
         request.was_shed |= refusal is RefusalReason.SHED
-        request.tried[replica_id] = view.num_news
-        view.refusals.refused(self._ask(request), refusal)
+        self._eligibility.refused(request, view, refusal)
         # who has begun somewhere has time to find another place, also if this one closed its door just now
         # those behind it waited for this answer
         return [*self._place_or_hold(request, now, request.is_returning), *self._offer(view, now)]
@@ -199,6 +221,18 @@ class Dispatcher:
             return []
         request.tried[request.replica_id] = self.views[request.replica_id].num_news
         return self._lose(request, now)
+
+    def on_grant(self, replica_id: ReplicaId, grant: Grant, now: float) -> list[Instruction]:
+        """A replica reserved places for who is held here."""
+        if (view := self.views.get(replica_id)) is None:
+            return []
+        view.permits.of(grant.tenant).hear(grant)
+        return self._offer(view, now)
+
+    def asks(self, now: float) -> list[tuple[ReplicaId, Ask]]:
+        """What to tell replicas of permits and of who is held: take it after each batch of instructions."""
+        open_views = [view for view in self.views.values() if view.is_placeable(now)]
+        return [(view.replica_id, ask) for view in open_views for ask in self._eligibility.asks(view, now)]
 
     # ---- who is there ----
 
@@ -260,22 +294,23 @@ class Dispatcher:
             )
         self._held.validate()
         for view in self.views.values():
-            sent = [r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id]
-            assert view.unanswered_sequences == sum(r.num_sequences for r in sent), f"{view.replica_id}: unanswered"
-            assert view.unanswered_tokens == sum(r.num_tokens for r in sent), f"{view.replica_id}: unanswered tokens"
+            view.validate(
+                r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id
+            )
 
     # ---- inside ----
 
     def _place_or_hold(self, request: Tracked, now: float, is_replaced: bool = False) -> list[Instruction]:
         if request.is_overdue(now):
             return self._give_up(request, now)
-        view = self._choose(request, now)
+        view = self._eligibility.choose(request, self.views.values(), self._policy, now)
         if view is not None:
             return [self._send(request, view, now)]
         instructions: list[Instruction] = []
         if request not in self._held:
             if len(self._held) >= self._config.max_held_requests and not request.is_returning:
-                if (weaker := self._held.weaker_than(request.order_key)) is None:
+                weaker = self._held.weaker_than(request.order_key, request.tenant, request.tenant_weight)
+                if weaker is None:
                     return self._give_up(request, now)
                 weaker.was_shed = True
                 instructions = self._give_up(weaker, now)
@@ -287,42 +322,6 @@ class Dispatcher:
             instructions += self._give_up(request, now)
         return instructions
 
-    def _may_displace(self, order_key: OrderKey, num_sequences: int, view: ReplicaView) -> bool:
-        """Believed: a full queue has somebody whose place it may take. The replica decides."""
-        last = view.load.last_queued
-        return last is not None and num_sequences <= view.load.queue_cap and self._held.outranks(order_key, *last)
-
-    def _choose(self, request: Tracked, now: float) -> ReplicaView | None:
-        askable = [view for view in self.views.values() if self._may_send(request, view)]
-        candidates = [view for view in askable if view.is_placeable(now)]
-        if not request.is_returning:  # nobody is pushed out while there is room elsewhere
-            candidates = [view for view in candidates if view.has_room_for(request.num_sequences)] or candidates
-        candidates = candidates or [view for view in askable if request.is_returning and view.takes_back(now)]
-        return self._policy(candidates) if candidates else None
-
-    def _may_send(self, request: Tracked, view: ReplicaView) -> bool:
-        if request.tried.get(view.replica_id) == view.num_news:
-            return False
-        if request.is_returning:
-            return True
-        ask, window = self._ask(request), view.refusals.window
-        if view.refusals.is_shed(ask):
-            return False
-        if not view.has_room_for(request.num_sequences):
-            # one at a time: whoever is let in takes the place that the next one counts on
-            window = 1
-            if view.refusals.is_full_for(ask) or not self._may_displace(request.order_key, request.num_sequences, view):
-                return False
-        return window is None or view.unanswered_sequences < window or self._is_alone(request)
-
-    def _is_alone(self, request: Tracked) -> bool:
-        """Nobody else is held. Who comes then is tried at once, for there may be no time to hold it at all."""
-        return len(self._held) == (request in self._held)
-
-    def _ask(self, request: Tracked) -> Ask:
-        value = self._held.value(request.order_key)
-        return Ask(request.num_sequences, request.num_tokens, request.priority, value)
-
     def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
         """A replica has news: it takes held requests, the most urgent first, while it has room or they may push."""
         instructions: list[Instruction] = []
@@ -331,14 +330,16 @@ class Dispatcher:
             return instructions
         # under overload this runs on every message of a full replica, so it must not look at every held request then
         last = view.load.last_queued
-        for request in self._held:
+        draw = self._held.draw()
+        for request in draw:
             if takes_back and not request.is_returning:
                 break  # and so are all that follow
-            if not (request.is_returning or view.has_room_for(1)):
+            if not (request.is_returning or view.has_room_for(1, request.tenant)):
                 is_behind = last is None or self._held.value(request.order_key) >= last[1]
                 if is_behind or view.unanswered_sequences > 0:
-                    break  # and so are all that follow; the answer on its way brings them back here
-            if self._may_send(request, view):
+                    draw.close()  # so are all of its tenant that follow; the answer on its way brings them back here
+                    continue
+            if self._eligibility.may_send(request, view):
                 instructions.append(self._send(request, view, now))
         return instructions
 
@@ -369,8 +370,9 @@ class Dispatcher:
         request.state = State.SENT
         request.replica_id = view.replica_id
         request.epoch += 1
+        permit = None if request.is_returning else view.permits.spend(request.tenant, request.num_sequences)
         view.sent(request.num_sequences, request.num_tokens)
-        return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning)
+        return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning, permit)
 
     def _answered(self, request: Tracked) -> None:
         view = self.views.get(request.replica_id) if request.replica_id is not None else None

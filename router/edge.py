@@ -19,6 +19,7 @@ from router.http_metrics import HttpMetrics
 from router.prepare import TextCodec
 from router.request_body import Body, BodyLimits, read_body
 from router.structured import ReasonAgainst
+from router.tenant_desk import TenantDesk
 
 Result = TypeVar("Result")
 
@@ -43,6 +44,7 @@ class Edge:
         backend: Backend,
         clock: Callable[[], float],
         reason_against: ReasonAgainst,
+        tenants: TenantDesk | None = None,
     ) -> None:
         self.settings = settings
         self.reason_against = reason_against
@@ -51,6 +53,8 @@ class Edge:
         #: monotonic seconds, for latencies
         self.clock = clock
         self.metrics = HttpMetrics(settings.metrics_prefix, settings.router_name)
+        self.tenants = TenantDesk() if tenants is None else tenants
+        self.metrics.watch_tenants(self.tenants)
         self.started_s = int(time.time())
         self._bodies = BodyLimits(
             settings.max_body_bytes,

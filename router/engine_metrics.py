@@ -56,6 +56,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
         lambda load: load.num_returning,
     ),
     ("shoal_queue_cap", "max_queued_requests_per_replica.", lambda load: load.queue_cap),
+    ("shoal_queue_permits", "Places reserved for requests that routers hold.", lambda load: load.num_permits),
     ("shoal_queued_prompt_tokens", "Prompt tokens of waiting sequences.", lambda load: load.num_queued_prompt_tokens),
     ("shoal_uncomputed_tokens", "Known tokens without KV.", lambda load: load.num_uncomputed_tokens),
     ("shoal_free_kv_blocks", "Blocks that nobody references.", lambda load: load.num_free_blocks),

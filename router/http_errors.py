@@ -27,6 +27,9 @@ from replica.errors import (
     RouterBusyError,
     ShedError,
     ShoalError,
+    TenantConcurrencyError,
+    TenantLimitError,
+    TenantTokensError,
     TooManySequencesError,
     UnknownModelError,
     UnsupportedValueError,
@@ -37,6 +40,8 @@ MAX_MESSAGE_CHARS = 1000
 INVALID_REQUEST = "invalid_request_error"
 SERVER_ERROR = "server_error"
 UNAVAILABLE = "service_unavailable_error"
+#: OpenAI's word; which limit it is says the code
+RATE_LIMIT = "rate_limit_exceeded"
 
 
 class ErrorRule(msgspec.Struct, frozen=True):
@@ -59,6 +64,9 @@ RULES: dict[type[ShoalError], ErrorRule] = {
     ShedError: ErrorRule(503, UNAVAILABLE, "shed"),
     NoReplicaError: ErrorRule(503, UNAVAILABLE, "no_replica"),
     RouterBusyError: ErrorRule(503, UNAVAILABLE, "router_busy"),
+    TenantLimitError: ErrorRule(429, RATE_LIMIT, "tenant_limit"),
+    TenantConcurrencyError: ErrorRule(429, RATE_LIMIT, "tenant_concurrency"),
+    TenantTokensError: ErrorRule(429, RATE_LIMIT, "tenant_tokens"),
     DeadlineExceededError: ErrorRule(504, "timeout_error", "deadline_exceeded"),
     ReplicaLostError: ErrorRule(502, SERVER_ERROR, "replica_lost"),
     EngineError: ErrorRule(500, SERVER_ERROR, "engine_error"),

@@ -17,6 +17,9 @@ from prometheus_client.registry import Collector
 
 from replica.messages import Stages
 from router.latency import SequenceTimes, Timeline, latencies
+from router.tenant_desk import TenantDesk
+from router.tenant_limits import Visit
+from router.tenant_metrics import tenant_families
 
 _TTFT_S = (
     0.001,
@@ -147,6 +150,7 @@ class HttpMetrics(Collector):
         self._router = router
         self._models: dict[str, ModelMetrics] = {}
         self._read_body_bytes: Callable[[], float] = float
+        self._tenants: TenantDesk | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
         # not prometheus_client's Counter, which adds a `_created` series to each of its own
@@ -160,12 +164,16 @@ class HttpMetrics(Collector):
         """Where the gauge of pending body bytes is read at each scrape."""
         self._read_body_bytes = read
 
-    def start(self, model: str, arrival_s: float) -> RequestRecord:
-        """Begin the record of one request."""
+    def watch_tenants(self, tenants: TenantDesk) -> None:
+        """Whose figures are read at each scrape."""
+        self._tenants = tenants
+
+    def start(self, model: str, arrival_s: float, visit: Visit | None = None) -> RequestRecord:
+        """Begin the record of one request. `visit`: its tenant's account, which is told what it used."""
         metrics = self._models.get(model)
         if metrics is None:
             metrics = self._models[model] = ModelMetrics()
-        return RequestRecord(self, metrics, model, arrival_s)
+        return RequestRecord(self, metrics, model, arrival_s, visit)
 
     def ended(self, model: str, reason: str) -> None:
         self._success.add(model, reason)
@@ -198,6 +206,8 @@ class HttpMetrics(Collector):
         )
         gauge.add_metric([self._router], self._read_body_bytes())
         yield gauge
+        if self._tenants is not None:
+            yield from tenant_families(self._tenants, self._router)
 
     def text(self) -> bytes:
         """Prometheus text format."""
@@ -209,14 +219,22 @@ class RequestRecord:
     exactly once.
     """
 
-    __slots__ = ("_ended", "_histograms", "_itl", "_metrics", "_model", "_model_metrics", "_note", "timeline")
+    __slots__ = ("_ended", "_histograms", "_itl", "_metrics", "_model", "_model_metrics", "_note", "_visit", "timeline")
 
-    def __init__(self, metrics: HttpMetrics, model_metrics: ModelMetrics, model: str, arrival_s: float) -> None:
+    def __init__(
+        self,
+        metrics: HttpMetrics,
+        model_metrics: ModelMetrics,
+        model: str,
+        arrival_s: float,
+        visit: Visit | None = None,
+    ) -> None:
         self._metrics = metrics
         self._model_metrics = model_metrics
         self._histograms = model_metrics.histograms
         self._itl = model_metrics.histograms["inter_token_latency_seconds"]
         self._model = model
+        self._visit = visit
         self.timeline = Timeline(arrival_s)
         self._note = self.timeline.note
         self._ended = False
@@ -224,6 +242,8 @@ class RequestRecord:
     def accepted(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
         """A replica took the request."""
         self._model_metrics.prompt_tokens += num_prompt_tokens
+        if self._visit is not None:
+            self._visit.accepted(num_prompt_tokens)
         self._histograms["request_prompt_tokens"].observe(num_prompt_tokens)
         self._histograms["request_params_max_tokens"].observe(max_tokens)
         self._histograms["request_params_n"].observe(n)
@@ -234,6 +254,8 @@ class RequestRecord:
             return
         gap_s = self._note(index, num_tokens, now_s)
         self._model_metrics.generation_tokens += num_tokens
+        if self._visit is not None:
+            self._visit.generated(num_tokens, now_s)
         if gap_s is not None:
             self._itl.observe(gap_s)
         elif (timeline := self.timeline).num_tokens == num_tokens:
@@ -274,6 +296,8 @@ class RequestRecord:
         if not self._ended:
             self._ended = True
             self._metrics.refused(reason)
+            if self._visit is not None:
+                self._visit.refused(reason)
 
     def _observe(self, name: str, value: float | None) -> None:
         """An undefined figure is not observed."""

@@ -1,12 +1,10 @@
-"""ASYNC. What surrounds every endpoint, as plain ASGI: request id, limits of the head, request counting, API keys, and
-errors that nobody expected.
+"""ASYNC. What surrounds every endpoint, as plain ASGI: request id, limits of the head, request counting, API keys
+and their tenants, and errors that nobody expected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import uuid
 from collections.abc import Coroutine
@@ -17,16 +15,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from replica.errors import RefusedError, ShoalError
 from router.http_errors import ErrorResponse, HttpError, error_response, rule_of
 from router.http_metrics import HttpMetrics
+from router.tenant_desk import TenantDesk
 
 logger = logging.getLogger(__name__)
 REQUEST_ID_HEADER = b"x-request-id"
 MAX_REQUEST_ID_CHARS = 128
 _SCOPE_KEY = "shoal.request_id"
+_TENANT_KEY = "shoal.tenant"
 #: longest head of a request: all header names and values together, and the path with its query
 MAX_HEADER_BYTES = 64 << 10
 MAX_TARGET_BYTES = 8 << 10
 #: Probes and scrapers have no key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/metrics", "/load"})
+#: what shows the requests of all tenants, or changes something for all
+OPERATOR_PATHS = ("/reset_prefix_cache", "/debug/")
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
@@ -114,38 +116,43 @@ class EdgeMiddleware:
             await send_error(send_with_id, error)
 
 
-class ApiKeyMiddleware:
-    """401 without one of the keys, except on `OPEN_PATHS`. Keys are compared by digest, all of them, in constant
-    time.
+class TenantMiddleware:
+    """Writes down whose request it is (`tenant_of`). 401 without a key where one is needed, except on `OPEN_PATHS`; 403
+    where a tenant's key asks for what concerns all tenants.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, tenants: TenantDesk) -> None:
         self._app = app
-        self._digests = [hashlib.sha256(key.encode("utf-8")).digest() for key in api_keys]
+        self._tenants = tenants
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (
-            scope["type"] != "http"
-            or route_path(scope) in OPEN_PATHS
-            or self._is_allowed(header(scope, b"authorization"))
-        ):
+        if scope["type"] != "http" or (path := route_path(scope)) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
-        error = HttpError(
-            401,
-            "The API key is missing or wrong; allowed: a header 'Authorization: Bearer KEY' with a key of this server.",
-            "invalid_api_key",
-            {"www-authenticate": "Bearer"},
-        )
-        await send_error(send, error)
+        name = self._tenants.name_of(header(scope, b"authorization"))
+        if name is None:
+            await send_error(send, unknown_key())
+        elif path.startswith(OPERATOR_PATHS) and not self._tenants.opens_everything(name):
+            message = f"{path[:100]} tells of all tenants, or changes it for all; allowed: a key of http.api_keys."
+            await send_error(send, HttpError(403, message, "operator_key_needed"))
+        else:
+            scope[_TENANT_KEY] = name
+            await self._app(scope, receive, send)
 
-    def _is_allowed(self, authorization: bytes | None) -> bool:
-        scheme, _, key = (authorization or b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            return False
-        digest = hashlib.sha256(key.strip()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
+
+def tenant_of(scope: Scope) -> str:
+    """The tenant's name; behind `TenantMiddleware`."""
+    return str(scope[_TENANT_KEY])
+
+
+def unknown_key() -> HttpError:
+    """No tenant has this key, or there is none."""
+    return HttpError(
+        401,
+        "The API key is missing or wrong; allowed: a header 'Authorization: Bearer KEY' with a key of this server.",
+        "invalid_api_key",
+        {"www-authenticate": "Bearer"},
+    )
 
 
 async def send_bytes(
@@ -158,10 +165,10 @@ async def send_bytes(
     await send({"type": "http.response.body", "body": body})
 
 
-async def send_error(send: Send, error: BaseException) -> ErrorResponse:
-    """The error as a complete response; returned for who wants to count it."""
+async def send_error(send: Send, error: BaseException, headers: dict[str, str] | None = None) -> ErrorResponse:
+    """The error as a complete response, with `headers` beside its own; returned for who wants to count it."""
     response = error_response(error)
-    await send_bytes(send, response.status, response.body, "application/json", response.headers)
+    await send_bytes(send, response.status, response.body, "application/json", {**response.headers, **(headers or {})})
     return response
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replica.messages import RefusalReason, ReplicaId, RequestId
+from replica.messages import Permit, RefusalReason, ReplicaId, RequestId
 
 
 class Dispatch(msgspec.Struct, frozen=True):
@@ -15,6 +15,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     epoch: int
     #: it was accepted before, so the replica's cap does not apply
     is_returning: bool = False
+    #: the places that the replica reserved for it
+    permit: Permit | None = None
 
 
 class Refuse(msgspec.Struct, frozen=True):

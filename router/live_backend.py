@@ -15,6 +15,7 @@ from replica.messages import (
     Explained,
     FinishReason,
     GenerateRequest,
+    Grant,
     ReplicaId,
     RequestId,
     ResetDone,
@@ -88,6 +89,8 @@ class LiveBackend:
                 now,
                 request.order_key,
                 deadline_at,
+                request.tenant,
+                request.tenant_weight,
             )
         )
         try:
@@ -97,9 +100,10 @@ class LiveBackend:
             raise
         return stream
 
-    def may_admit(self, num_sequences: int, priority: int = 0) -> None:
+    def may_admit(self, num_sequences: int, priority: int = 0, tenant: str = "", tenant_weight: float = 1.0) -> None:
         now = self._clock()
-        if self.dispatcher.is_certainly_full(num_sequences, now, (0.0, priority, self._wall_clock())):
+        key = (0.0, priority, self._wall_clock())
+        if self.dispatcher.is_certainly_full(num_sequences, now, key, tenant, tenant_weight):
             raise QueueFullError(
                 "the router holds as many requests as it may, and every queue is full",
                 self.dispatcher.retry_after_s(now),
@@ -230,6 +234,8 @@ class LiveBackend:
                 self._carry_out(
                     self.dispatcher.on_reply(message.request_id, message.epoch, message.refusal, message.message, now)
                 )
+            case Grant():
+                self._carry_out(self.dispatcher.on_grant(replica_id, message, now))
             case Draining():
                 self.dispatcher.on_draining(replica_id)
             case ResetDone(reset_id=reset_id):
@@ -331,13 +337,15 @@ class LiveBackend:
                 self._carry_out_one(instruction)
             except Exception as error:
                 self._end_broken(instruction.request_id, error)
+        for replica_id, ask in self.dispatcher.asks(self._clock()):
+            self._clients[replica_id].send(ask)
         self._set_timer()
 
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
             case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
                 request = self._streams[request_id].to_submit(instruction.is_returning)
-                self._clients[replica_id].send(Submit(request, epoch))
+                self._clients[replica_id].send(Submit(request, epoch, instruction.permit))
             case SendAbort(request_id=request_id, replica_id=replica_id):
                 if replica_id in self._clients:
                     self._clients[replica_id].send(Abort(request_id))

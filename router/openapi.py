@@ -36,12 +36,14 @@ RULES_OVER_FIELDS = (
 #: what the HTTP layer answers by itself: status -> when
 HTTP_STATUSES: dict[int, str] = {
     401: "no API key, or a wrong one (where the server has keys)",
+    403: "a key that concerns one tenant, where all are concerned",
     404: "no such model, or no such path",
     405: "no such method for this path",
     408: "the body did not arrive in time",
     413: "the body is too large",
     414: "the path is too long",
     415: "the body is not JSON, or is compressed",
+    429: "a limit of the tenant: code tenant_concurrency, tenant_tokens",
     431: "the headers are too large",
 }
 _TOKEN_ID: Schema = {"type": "integer", "minimum": 0}
@@ -182,7 +184,7 @@ def _errors(*statuses: int) -> dict[str, Schema]:
         str(status): {
             "description": told[status],
             "content": _json("Error"),
-            **({"headers": {"Retry-After": {"schema": {"type": "integer"}}}} if status == 503 else {}),
+            **({"headers": {"Retry-After": {"schema": {"type": "integer"}}}} if status in (429, 503) else {}),
         }
         for status in statuses
     }
@@ -207,7 +209,7 @@ def _operation(summary: str, answer: str, *statuses: int, body: str = "", stream
 
 def _paths(settings: AppSettings) -> dict[str, Any]:
     of_body = (400, 404, 408, 413, 415, 503)
-    generating = (*of_body, 500, 502)
+    generating = (*of_body, 429, 500, 502)
     name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
     health = _operation("whether requests can be served", "Any", 503)
     # an answer of this path, not an error
@@ -235,11 +237,11 @@ def _paths(settings: AppSettings) -> dict[str, Any]:
         "/openapi.json": {"get": _operation("this", "Any")},
     }
     if settings.admin_endpoints:
-        paths["/reset_prefix_cache"] = {"post": _operation("forget cached prefixes", "Any", 400, 503, 504)}
+        paths["/reset_prefix_cache"] = {"post": _operation("forget cached prefixes", "Any", 400, 403, 503, 504)}
         request_id = {"name": "request_id", "in": "path", "required": True, "schema": {"type": "string"}}
         limit = {"name": "limit", "in": "query", "schema": {"type": "integer"}}
-        oldest = _operation("what the oldest unfinished requests wait for", "Any", 400)
-        why = _operation("where the time of a request went", "Any", 404)
+        oldest = _operation("what the oldest unfinished requests wait for", "Any", 400, 403)
+        why = _operation("where the time of a request went", "Any", 403, 404)
         paths["/debug/requests"] = {"get": {**oldest, "parameters": [limit]}}
         paths["/debug/requests/{request_id}"] = {"get": {**why, "parameters": [request_id]}}
     return paths

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from replica.messages import RefusalReason, ReplicaLoad
 
 
-class Ask(NamedTuple):
+class Demand(NamedTuple):
     """What a request wants of a queue. Of two numbers the smaller is always easier to grant."""
 
     num_sequences: int
@@ -29,8 +29,8 @@ class Refusals:
 
     def __init__(self) -> None:
         self._queue: tuple[object, ...] = ()
-        self._full: list[Ask] = []
-        self._shed: list[Ask] = []
+        self._full: list[Demand] = []
+        self._shed: list[Demand] = []
         #: sequences that may be on their way at once though the cap has room; None: as many as there is room for.
         #: A limit on queued tokens is known only by its refusals, so after one the router feels its way.
         self.window: int | None = None
@@ -43,12 +43,12 @@ class Refusals:
             self._full.clear()
             self._shed.clear()
 
-    def refused(self, ask: Ask, reason: RefusalReason) -> None:
+    def refused(self, demand: Demand, reason: RefusalReason) -> None:
         """It said no for want of room. Other reasons are not about the queue and are not remembered."""
         if reason is RefusalReason.QUEUE_FULL:
-            _remember(self._full, ask._replace(num_tokens=0))  # the cap counts sequences
+            _remember(self._full, demand._replace(num_tokens=0))  # the cap counts sequences
         elif reason is RefusalReason.SHED:
-            _remember(self._shed, ask._replace(num_sequences=0))
+            _remember(self._shed, demand._replace(num_sequences=0))
             self.window = 1
 
     def accepted(self, queue_cap: int) -> None:
@@ -56,20 +56,20 @@ class Refusals:
         if self.window is not None:
             self.window = None if 2 * self.window >= queue_cap else 2 * self.window
 
-    def is_full_for(self, ask: Ask) -> bool:
+    def is_full_for(self, demand: Demand) -> bool:
         """Nobody would make way at the cap."""
-        return any(_is_as_hard(ask, other) for other in self._full)
+        return any(_is_as_hard(demand, other) for other in self._full)
 
-    def is_shed(self, ask: Ask) -> bool:
+    def is_shed(self, demand: Demand) -> bool:
         """More urgent work of so many tokens is queued that this would be too much."""
-        return any(_is_as_hard(ask, other) for other in self._shed)
+        return any(_is_as_hard(demand, other) for other in self._shed)
 
 
-def _is_as_hard(ask: Ask, other: Ask) -> bool:
-    return all(mine >= its for mine, its in zip(ask, other, strict=True))
+def _is_as_hard(demand: Demand, other: Demand) -> bool:
+    return all(mine >= its for mine, its in zip(demand, other, strict=True))
 
 
-def _remember(asks: list[Ask], ask: Ask) -> None:
+def _remember(demands: list[Demand], demand: Demand) -> None:
     """Only the easiest ones: they stand for all others."""
-    asks[:] = [other for other in asks if not _is_as_hard(other, ask)]
-    asks.append(ask)
+    demands[:] = [other for other in demands if not _is_as_hard(other, demand)]
+    demands.append(demand)

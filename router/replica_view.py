@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from replica.messages import ReplicaId, ReplicaLoad
+from router.permit_stock import PermitStocks
 from router.refusals import Refusals
+from router.tracked import Tracked
 
 #: replicas report at least once a second; three missed reports and nothing new is placed there
 MAX_SILENCE_S = 3.0
@@ -24,6 +28,7 @@ class ReplicaView:
         "load_at",
         "num_news",
         "num_placed",
+        "permits",
         "refusals",
         "replica_id",
         "unanswered_sequences",
@@ -42,6 +47,7 @@ class ReplicaView:
         self.num_news = 0
         #: requests this router ever sent there; breaks ties
         self.num_placed = 0
+        self.permits = PermitStocks()
         self.refusals = Refusals()
         self.unanswered_sequences = 0
         self.unanswered_tokens = 0
@@ -76,9 +82,11 @@ class ReplicaView:
         """Work in tokens: prompts to compute, plus the contexts that each further step reads."""
         return self.load.num_uncomputed_tokens + self.load.num_context_tokens + self.unanswered_tokens
 
-    def has_room_for(self, num_sequences: int) -> bool:
-        """Believed: the queue takes `num_sequences` more."""
-        return self.load.num_queued + self.unanswered_sequences + num_sequences <= self.load.queue_cap
+    def has_room_for(self, num_sequences: int, tenant: str = "") -> bool:
+        """Places are reserved for the tenant here, or believed: the queue takes `num_sequences` more."""
+        load = self.load
+        num_taken = load.num_queued + load.num_permits + self.unanswered_sequences
+        return num_taken + num_sequences <= load.queue_cap or self.permits.num_available(tenant) >= num_sequences
 
     def describe(self, description: str, now: float) -> dict[str, object]:
         """For `shoal status`; `description` is what the replica told Serve of itself."""
@@ -89,6 +97,7 @@ class ReplicaView:
             "description": description,
             "state": self._state(now),
             "queued": load.num_queued,
+            "permits": load.num_permits,
             "queue_cap": load.queue_cap,
             "returning": load.num_returning,
             "running": load.num_running,
@@ -107,6 +116,12 @@ class ReplicaView:
         if self.is_placeable(now):
             return "up"
         return "silent" if self.load.is_ready else "restarting"
+
+    def validate(self, unanswered: Iterable[Tracked]) -> None:
+        """`unanswered`: the requests on their way there. Raises AssertionError if they are not the ones it counts."""
+        sent = list(unanswered)
+        assert self.unanswered_sequences == sum(r.num_sequences for r in sent), f"{self.replica_id}: unanswered"
+        assert self.unanswered_tokens == sum(r.num_tokens for r in sent), f"{self.replica_id}: unanswered tokens"
 
     def sent(self, num_sequences: int, num_tokens: int) -> None:
         """A request of ours is on its way there."""

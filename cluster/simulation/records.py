@@ -23,6 +23,8 @@ class SimRequest(msgspec.Struct, frozen=True):
     priority: int = 0
     #: when it must have begun
     deadline_s: float | None = None
+    tenant: str = ""
+    tenant_weight: float = 1.0
 
 
 class SimRecord(msgspec.Struct):

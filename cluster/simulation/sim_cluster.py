@@ -76,6 +76,18 @@ class SimCluster:
         """`kill -9` at `time_s`; with `replace_after_s` another replica comes up that much later."""
         self.events.at(time_s, Rank.FAULT, lambda: self._kill(replica_id, replace_after_s))
 
+    def kill_router_at(self, time_s: float, router_id: RouterId) -> None:
+        """`kill -9` of a router at `time_s`: its clients' connections break, and no other router has its requests."""
+        self.events.at(time_s, Rank.FAULT, lambda: self._kill_router(router_id))
+
+    def freeze_router_at(self, time_s: float, router_id: RouterId) -> None:
+        """SIGSTOP of a router: its streams stay, and it takes and says nothing from `time_s` on."""
+
+        def freeze() -> None:
+            self.routers[router_id].is_frozen = True
+
+        self.events.at(time_s, Rank.FAULT, freeze)
+
     def run(self, requests: Sequence[SimRequest], until_s: float = float("inf")) -> list[SimRecord]:
         """Run until nothing is left to happen. One record per request, in the order given."""
         routers = list(self.routers.values())
@@ -94,7 +106,7 @@ class SimCluster:
             replica.core.validate()
 
     def _plan_client(self, record: SimRecord, router: SimRouter) -> None:
-        self.events.at(record.request.arrival_s, Rank.ARRIVAL, lambda: router.arrive(record))
+        self.events.at(record.request.arrival_s, Rank.ARRIVAL, lambda: self._arrive(record, router))
         if record.request.abort_at_s is not None:
             self.events.at(record.request.abort_at_s, Rank.ARRIVAL, lambda: router.client_leaves(record))
 
@@ -107,6 +119,12 @@ class SimCluster:
         if any(record.num_ends == 0 for record in records):
             self.events.after(HEARTBEAT_S, Rank.TIMER, partial(self._beat, records))
 
+    def _arrive(self, record: SimRecord, router: SimRouter) -> None:
+        if router.is_frozen:
+            record.num_ends, record.failure = 1, "the router is gone"
+        else:
+            router.arrive(record)
+
     def _send_down(self, router_id: RouterId, replica_id: ReplicaId, message: DownMessage) -> None:
         replica = self.replicas.get(replica_id)
         if replica is None:
@@ -114,8 +132,15 @@ class SimCluster:
         self.events.after(self._config.network_delay_s, Rank.MESSAGE_DOWN, lambda: replica.receive(router_id, message))
 
     def _send_up(self, replica_id: ReplicaId, router_id: RouterId, message: UpMessage) -> None:
-        router = self.routers[router_id]
-        self.events.after(self._config.network_delay_s, Rank.MESSAGE_UP, lambda: router.receive(replica_id, message))
+        if (router := self.routers.get(router_id)) is not None:
+            receive = partial(router.receive, replica_id, message)
+            self.events.after(self._config.network_delay_s, Rank.MESSAGE_UP, receive)
+
+    def _kill_router(self, router_id: RouterId) -> None:
+        for record in self.routers.pop(router_id).die():
+            record.failure = "the router died"
+        for replica in self.replicas.values():
+            self.events.after(self._config.death_notice_s, Rank.MESSAGE_DOWN, partial(replica.disconnect, router_id))
 
     def _kill(self, replica_id: ReplicaId, replace_after_s: float | None) -> None:
         self.replicas.pop(replica_id).die()

@@ -10,7 +10,7 @@ from cluster.simulation.event_queue import EventQueue, Rank
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner
-from replica.messages import Abort, DownMessage, Explain, ReplicaId, RouterId, Submit, UpMessage
+from replica.messages import Abort, Ask, DownMessage, Explain, ReplicaId, RouterId, Submit, UpMessage
 from replica.report_schedule import ReportSchedule
 from replica.router_output import RouterOutput, RouterOutputs
 from replica.step import StepPlan, StepResult
@@ -47,20 +47,32 @@ class SimReplica:
             return
         now = self._events.now
         match message:
-            case Submit(request=request, epoch=epoch):
-                reply = self.core.submit(router_id, request, epoch, now)
+            case Submit(request=request, epoch=epoch, permit=permit):
+                reply = self.core.submit(router_id, request, epoch, now, permit)
                 if reply.refusal is not None:
                     self._reports.refused(router_id)
                 self._send(self.replica_id, router_id, reply)
-                self._publish_ended()
+            case Ask():
+                self.core.ask(router_id, message)
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(router_id, request_id, now, indices)
             case Explain():
                 self._send(self.replica_id, router_id, self.core.explain(message, now))
+        self._publish_ended()
+        self._start_soon()
+
+    def disconnect(self, router_id: RouterId) -> None:
+        """The router's stream broke."""
+        self._routers.remove(router_id)
+        self._reports.forget(router_id)
+        self.core.abort_router(router_id, self._events.now)
+        self._outputs.pop(router_id, None)
+        self._publish_ended()
         self._start_soon()
 
     def heartbeat(self) -> None:
         """What a living replica tells every router once a second."""
+        self._publish_ended()
         for router_id in self._routers:
             self._report(router_id, RouterOutput())
 
@@ -93,7 +105,9 @@ class SimReplica:
         self._events.after(0.0, Rank.STEP_START, self._start_step)
 
     def _publish_ended(self) -> None:
-        """Also in the middle of a step: come back when the next deadline passes."""
+        """Also in the middle of a step: come back when the next deadline passes. And who may have a free place now."""
+        for router_id, grant in self.core.deal(self._events.now):
+            self._send(self.replica_id, router_id, grant)
         for router_id, output in self.core.take_ended().items():
             self._report(router_id, output)
         deadline = self.core.next_deadline

@@ -11,6 +11,7 @@ from replica.messages import (
     DownMessage,
     FinishReason,
     GenerateRequest,
+    Grant,
     ReplicaId,
     RequestId,
     RouterId,
@@ -41,6 +42,8 @@ class SimRouter:
         self._records: dict[RequestId, SimRecord] = {}
         self._names = SequenceNames()
         self._timer_at: float | None = None
+        #: it is there and does nothing, like a stopped process
+        self.is_frozen = False
 
     def add_replica(self, replica_id: ReplicaId) -> None:
         """Serve told of a replica; it is connected with its first message."""
@@ -54,7 +57,16 @@ class SimRouter:
         order_key = (0.0, request.priority, request.arrival_s)
         num_tokens = len(request.prompt_token_ids)
         self._carry_out(
-            self.dispatcher.submit(request_id, 1, num_tokens, self._events.now, order_key, request.deadline_s)
+            self.dispatcher.submit(
+                request_id,
+                1,
+                num_tokens,
+                self._events.now,
+                order_key,
+                request.deadline_s,
+                request.tenant,
+                request.tenant_weight,
+            )
         )
 
     def client_leaves(self, record: SimRecord) -> None:
@@ -65,6 +77,8 @@ class SimRouter:
 
     def receive(self, replica_id: ReplicaId, message: UpMessage) -> None:
         """One message of a replica."""
+        if self.is_frozen:
+            return
         now = self._events.now
         view = self.dispatcher.views.get(replica_id)
         if view is None:
@@ -82,11 +96,18 @@ class SimRouter:
                 self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
                 if not view.is_connected:
                     self._carry_out(self.dispatcher.on_connected(replica_id, now))
+            case Grant():
+                self._carry_out(self.dispatcher.on_grant(replica_id, message, now))
 
     def replica_lost(self, replica_id: ReplicaId) -> None:
         """The stream broke."""
         self._names.forget_replica(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._events.now))
+
+    def die(self) -> list[SimRecord]:
+        """As by `kill -9`. Returns the requests that its clients will never hear of again."""
+        self.is_frozen = True
+        return [record for request_id in list(self._records) if (record := self._end(request_id)) is not None]
 
     def _token(self, replica_id: ReplicaId, output: SequenceOutput) -> None:
         record = self._records[output.request_id]
@@ -111,7 +132,9 @@ class SimRouter:
             match instruction:
                 case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
                     self._send(
-                        self.router_id, replica_id, Submit(self._request(request_id, instruction.is_returning), epoch)
+                        self.router_id,
+                        replica_id,
+                        Submit(self._request(request_id, instruction.is_returning), epoch, instruction.permit),
                     )
                 case SendAbort(request_id=request_id, replica_id=replica_id):
                     self._send(self.router_id, replica_id, Abort(request_id))
@@ -122,6 +145,8 @@ class SimRouter:
                 case Fail(request_id=request_id, message=message):
                     if (record := self._end(request_id)) is not None:
                         record.failure = message
+        for replica_id, ask in self.dispatcher.asks(self._events.now):
+            self._send(self.router_id, replica_id, ask)
         self._set_timer()
 
     def _set_timer(self) -> None:
@@ -133,6 +158,8 @@ class SimRouter:
     def on_time(self) -> None:
         """Give the dispatcher the time."""
         self._timer_at = None
+        if self.is_frozen:
+            return
         self._carry_out(self.dispatcher.on_time(self._events.now))
 
     def _request(self, request_id: RequestId, is_returning: bool) -> GenerateRequest:
@@ -148,6 +175,8 @@ class SimRouter:
             order_key=(0.0, request.priority, request.arrival_s),
             deadline_s=request.deadline_s,
             is_returning=is_returning,
+            tenant=request.tenant,
+            tenant_weight=request.tenant_weight,
         )
 
     def _end(self, request_id: RequestId) -> SimRecord | None:

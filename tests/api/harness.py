@@ -28,6 +28,7 @@ from router.dispatcher import Dispatcher, DispatcherConfig
 from router.live_backend import LiveBackend
 from router.placement import least_tokens
 from router.prepare import TextCodec
+from router.tenant_desk import TenantDesk
 from router.tokenizer import Tokenizer
 from tests.api.fake_text import EOS, fake_tokenizer, fake_vocab_size
 from tests.cluster.harness import ClusterUnderTest, GatedRunner, ReplicaUnderTest, until
@@ -63,6 +64,11 @@ class ApiUnderTest:
     def backend(self) -> LiveBackend:
         return self.cluster.routers[0]
 
+    @property
+    def tenants(self) -> TenantDesk:
+        desk: TenantDesk = self.server.config.app.state.edge.tenants  # type: ignore[union-attr]
+        return desk
+
     def client(self, **kwargs: Any) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **kwargs)
 
@@ -96,6 +102,8 @@ class ApiUnderTest:
         found = []
         if self.backend.load() or self.backend.dispatcher.num_held or self.backend._streams:
             found.append(f"router: load {self.backend.load()}, {len(self.backend._streams)} streams")
+        if running := {name: f.num_running for name, f in self.tenants.figures().items() if f.num_running}:
+            found.append(f"router: requests of tenants that never ended: {running}")
         if self.backend.journal.num_living:
             found.append(f"router: {self.backend.journal.num_living} requests that never ended, for `shoal why`")
         for replica in self.replicas:
@@ -192,6 +200,7 @@ async def plane(
     codec: TextCodec,
     dispatcher: DispatcherConfig,
     http: str,
+    tenants: TenantDesk | None = None,
 ) -> AsyncIterator[tuple[ClusterUnderTest, uvicorn.Server]]:
     """Replicas, router and HTTP server, connected; taken down in the order of a real stop."""
     async with contextlib.AsyncExitStack() as stack:
@@ -204,7 +213,9 @@ async def plane(
         cluster = ClusterUnderTest(replicas, [backend])
         cluster.publish_view()
         await until(lambda: backend.health().detail["replicas_up"] == len(replicas))
-        server = await stack.enter_async_context(_http_server(create_app(settings, codec, backend), http))
+        server = await stack.enter_async_context(
+            _http_server(create_app(settings, codec, backend, tenants=tenants), http)
+        )
         yield cluster, server
 
 
@@ -248,6 +259,7 @@ def fake_api(
     dispatcher: DispatcherConfig = DispatcherConfig(),
     http: str = "auto",
     scheduler: dict[str, Any] | None = None,
+    tenants: TenantDesk | None = None,
     **settings: Any,
 ) -> Iterator[ApiUnderTest]:
     """A server over fake runners. `step_s` is what a step takes; `is_open` False: steps wait for the runner's gate."""
@@ -278,7 +290,7 @@ def fake_api(
         served_model_names=(FAKE_MODEL, "alias"), max_model_len=max_model_len, vocab_size=fake_vocab_size(), **settings
     )
     replicas = [make(f"replica-{i}") for i in range(num_replicas)]
-    with running(lambda: plane(replicas, app_settings, fake_tokenizer(), dispatcher, http)) as api:
+    with running(lambda: plane(replicas, app_settings, fake_tokenizer(), dispatcher, http, tenants)) as api:
         yield api
 
 

@@ -4,6 +4,8 @@ assertion.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cluster.simulation.records import SimRecord, SimRequest
@@ -54,7 +56,7 @@ def overtakers(found: dict[str, SimRecord], name: str) -> list[SimRequest]:
     ]
 
 
-def flow(every_s: float, until_s: float, num_tokens: int, **fields: int) -> list[SimRequest]:
+def flow(every_s: float, until_s: float, num_tokens: int, **fields: Any) -> list[SimRequest]:
     """Equal requests at equal distances."""
     return [
         SimRequest(f"flow-{i}", i * every_s, [i % 1000, 7], num_tokens, **fields) for i in range(int(until_s / every_s))

@@ -4,6 +4,8 @@ to the engine's rules.
 
 from __future__ import annotations
 
+from typing import Any
+
 from cluster.simulation.records import SimRecord, SimRequest
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import engine
@@ -30,7 +32,7 @@ def run(requests: list[SimRequest], *, cap: int = 4, num_replicas: int = 2, **sc
     return records
 
 
-def flood(count: int, **fields: int) -> list[SimRequest]:
+def flood(count: int, **fields: Any) -> list[SimRequest]:
     return [SimRequest(f"f{i}", 0.001 * i, [i % 1000, 7], 40, router=i % 2, **fields) for i in range(count)]
 
 

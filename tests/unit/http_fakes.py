@@ -208,7 +208,7 @@ class FakeBackend:
         self.streams.append(stream)
         return stream
 
-    def may_admit(self, num_sequences: int, priority: int = 0) -> None:
+    def may_admit(self, num_sequences: int, priority: int = 0, tenant: str = "", tenant_weight: float = 1.0) -> None:
         self.admissions.append(num_sequences)
         if self.full is not None:
             raise self.full

@@ -18,6 +18,7 @@ from replica.errors import (
     RefusedError,
     ReplicaLostError,
     ShoalError,
+    TenantLimitError,
     UnknownModelError,
 )
 from router.app_settings import AppSettings
@@ -35,9 +36,10 @@ def test_every_class_of_the_tree_has_a_rule_and_no_other() -> None:
 
 def test_statuses_say_who_is_to_blame() -> None:
     for cls, rule in RULES.items():
-        is_client = issubclass(cls, InvalidRequestError)
+        is_client = issubclass(cls, InvalidRequestError | TenantLimitError)
         assert (400 <= rule.status < 500) == is_client, cls
-        assert (rule.status == 503) == issubclass(cls, RefusedError), cls
+        assert (rule.status == 429) == issubclass(cls, TenantLimitError), cls
+        assert (rule.status in (429, 503)) == issubclass(cls, RefusedError), cls
     codes = [rule.code for cls, rule in RULES.items() if issubclass(cls, RefusedError)]
     assert len(set(codes)) == len(codes)
 

@@ -24,7 +24,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("replica", "router", "cluster")
 TAGS = ("PURE", "ASYNC", "TORCH", "RAY")
 #: what router may know of replica
-CONTRACT = {"replica", "replica.messages", "replica.stages", "replica.block_hash", "replica.errors"}
+CONTRACT = {
+    "replica",
+    "replica.messages",
+    "replica.permit_messages",
+    "replica.stages",
+    "replica.block_hash",
+    "replica.errors",
+}
 
 #: third parties a PURE module may name (yaml: configuration is read by a PURE module, and it loads nothing forbidden;
 #: llguidance: a function of grammar and text, starts no threads of its own)

@@ -16,6 +16,7 @@ from cluster.cli import main
 from cluster.config import ClusterConfig, load
 from cluster.process_sweep import record_children, running_drivers
 from cluster.status import format_status
+from cluster.tenant_config import TenantConfig
 from replica.errors import ConfigError
 from replica.messages import ReplicaId, ReplicaLoad, RequestId
 from router.dispatcher import Dispatcher, DispatcherConfig
@@ -205,6 +206,14 @@ def test_every_knob_is_documented_with_what_it_may_be_its_default_and_whether_it
     expected = {
         key: (may_be(key), written(value).removesuffix(".0"), "live" if key in live_knobs.LIVE else "restart")
         for key, value in live_knobs.flat_values(ClusterConfig())
+    }
+    expected |= {  # of each tenant, whatever its name
+        f"tenants.named.NAME.{name}": (
+            allowed(TenantConfig, name),
+            written(value),
+            "live" if live_knobs.is_live(f"tenants.named.NAME.{name}") else "restart",
+        )
+        for name, value in TenantConfig().model_dump(mode="json").items()
     }
     told = rows(repo_root)
     assert {

@@ -19,6 +19,8 @@ from router.engine_metrics import render_metrics
 from router.http_metrics import HttpMetrics
 from router.placement import least_tokens
 from router.replica_view import ReplicaView
+from router.tenant_desk import TenantDesk
+from router.tenants import Tenant
 
 LOAD = ReplicaLoad(
     num_queued=3,
@@ -57,6 +59,9 @@ def edge_metrics() -> HttpMetrics:
     """One request of two sequences answered, one aborted, one refused."""
     metrics = HttpMetrics("vllm:", "r")
     metrics.watch_body_bytes(lambda: 17)
+    tenants = TenantDesk([Tenant("t")])
+    metrics.watch_tenants(tenants)
+    tenants.refused("t", "queue_full")
     record = metrics.start("m", 1.0)
     record.accepted(30, 8, 2)
     for index, now_s in ((0, 2.0), (1, 2.0), (0, 2.5), (0, 3.0)):
