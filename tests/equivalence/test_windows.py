@@ -85,7 +85,7 @@ class PoisoningRunner(TorchModelRunner):
     @torch.inference_mode()
     def begin(self, is_poisoning: bool) -> None:
         """Another way, over clean memory."""
-        self._decoder._pool.zero_()  # type: ignore[attr-defined]
+        self._decoder.pool.zero_()  # type: ignore[attr-defined]
         self.is_poisoning, self.num_poisoned = is_poisoning, 0
 
     @torch.inference_mode()
@@ -102,7 +102,7 @@ class PoisoningRunner(TorchModelRunner):
         for seq_id, num_computed in zip(plan.seq_ids, plan.num_computed, strict=True):
             self._seen_from[seq_id] = max(0, num_computed - WINDOW + 1) // BLOCK
         seen = {block_id for seq_id, table in self._tables.items() for block_id in table[self._seen_from[seq_id] :]}
-        pool = self._decoder._pool  # type: ignore[attr-defined]
+        pool = self._decoder.pool  # type: ignore[attr-defined]
         pool[given] = 0
         others = [block_id for block_id in range(len(pool)) if block_id not in seen]
         pool[others] = torch.nan
