@@ -338,7 +338,8 @@ class LiveBackend:
             except Exception as error:
                 self._end_broken(instruction.request_id, error)
         for replica_id, ask in self.dispatcher.asks(self._clock()):
-            self._clients[replica_id].send(ask)
+            if replica_id in self._clients:
+                self._clients[replica_id].send(ask)
         self._set_timer()
 
     def _carry_out_one(self, instruction: Instruction) -> None:
