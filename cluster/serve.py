@@ -174,7 +174,8 @@ def _check_model(folder: Path, max_model_len: int | None, num_ranks: int = 1) ->
         command += ["--max-model-len", str(max_model_len)]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode:
-        raise ModelLoadError(result.stdout.strip() or result.stderr.strip().splitlines()[-1])
+        kind = ConfigError if result.returncode == 2 and result.stdout else ModelLoadError
+        raise kind(result.stdout.strip() or result.stderr.strip().splitlines()[-1])
     for line in result.stdout.splitlines():
         if line.startswith("warning: "):
             say(line)

@@ -136,6 +136,8 @@ class Supervisor:
 
     def _exit_code(self, status: int) -> int:
         if self._signals:
+            if not self._has_said(_READY):
+                say("stopped before it was ready")
             was_cut = self._was_cut or (status != 0 and self._has_said(_READY))
             return 128 + self._signals[0] if was_cut else 0
         if not self._has_said(_ENDED):

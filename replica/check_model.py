@@ -16,7 +16,7 @@ import torch
 
 from replica.checkpoint import Checkpoint
 from replica.config_checks import brings_code, read_model_config
-from replica.errors import ModelLoadError, ShoalError
+from replica.errors import ConfigError, ModelLoadError, ShoalError
 from replica.json_file import check_file
 from replica.models.decoder import read_config
 from replica.models.decoder_config import DecoderConfig
@@ -118,7 +118,7 @@ def main() -> int:
             print(f"warning: {note}")
     except ShoalError as error:
         print(error)
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
 
 

@@ -39,6 +39,8 @@ HELLO_S = 120.0
 MIB = 1 << 20
 #: the slowest rank has not read a frame: look again so soon
 _ROOM_S = 0.001
+#: a rank that dies makes its peers raise from a collective, and their word may come before its socket closes
+_PEER_S = 0.2
 
 
 class Launcher(Protocol):
@@ -85,6 +87,8 @@ class RankGroup:
         self._grammars: dict[int, asyncio.Future[None]] = {}
         self._next_grammar_id = 0
         self._watcher: asyncio.Task[None] | None = None
+        #: a rank raised, and will be blamed unless another one is gone
+        self._blaming: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     # ---- the runner's interface ----
@@ -275,10 +279,18 @@ class RankGroup:
                     future.set_result(None)
                 else:
                     future.set_exception((InvalidRequestError if done.is_invalid else EngineError)(done.text))
-        if self._is_stepping and (why := seat.ended or seat.failed):
-            if not seat.ended:
-                self._figures.lost(LossCause.FAILED)
-            self._lose(f"{seat} {why}")
+        if self._is_stepping and seat.ended:
+            self._lose(f"{seat} {seat.ended}")
+        elif self._is_stepping and seat.failed and self._blaming is None:
+            self._blaming = self._loop.call_later(_PEER_S if self._size > 1 else 0.0, self._blame, seat)
+
+    def _blame(self, seat: RankSeat) -> None:
+        """It raised in a step, and no other rank turned out to be the reason."""
+        self._blaming = None
+        if not self._is_stepping:
+            return
+        self._figures.lost(LossCause.FAILED)
+        self._lose(f"{seat} {seat.failed}")
 
     def _count(self) -> None:
         self._figures.alive(sum(seat.is_alive for seat in self._seats))
@@ -303,6 +315,9 @@ class RankGroup:
         logger.warning("all that runs is given back, and the ranks begin again, because %s", why)
         self._tell(f"{why}; it begins again")
         self.is_lost = True
+        if self._blaming is not None:
+            self._blaming.cancel()
+            self._blaming = None
         self._end_generation(why)
         self.on_loss()
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.rank_processes import Processes
 from replica import engine as engine_module
-from replica import group_health
+from replica import group_health, rank_group
 from replica.config import CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.errors import EngineError, RanksLostError
@@ -79,6 +79,19 @@ async def test_a_step_that_raises_begins_a_generation_and_keeps_the_processes() 
         await ranks.recover()
         assert [one.process.pid for one in launcher.started.values()] == before
         assert await steps(ranks, 200) == REFERENCE
+
+
+async def test_who_raised_because_a_peer_is_gone_is_not_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its word comes before the socket of the dead one closes, now and then."""
+    monkeypatch.setattr(rank_group, "_PEER_S", 30.0)
+    async with group(2) as (ranks, launcher):
+        future = ranks.execute(StepPlan(7, [77], [0], [1]))
+        assert await ranks._wait(lambda: bool(ranks._seats[0].failed), 10)
+        os.kill(launcher.started[1].process.pid, signal.SIGKILL)
+        with pytest.raises(RanksLostError, match="rank 1 of 2 is gone"):
+            await future
+        assert ranks.counters["rank_losses_gone"] == 1
+        assert not ranks.counters.get("rank_losses_failed")
 
 
 @ELSEWHERE

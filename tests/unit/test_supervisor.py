@@ -111,7 +111,7 @@ def test_a_stop_that_hangs_before_there_are_streams_is_cut_and_still_fine(tmp_pa
     body = "signal.signal(signal.SIGINT, lambda *_: None)\nstarted()\nthreading.Event().wait()"
     with running(tmp_path, body) as process:
         process.send_signal(signal.SIGHUP)
-        assert told(process) == (0, "")
+        assert told(process) == (0, "shoal: stopped before it was ready\n")
 
 
 def test_the_second_signal_cuts_streams_and_the_exit_code_says_so(tmp_path: Path) -> None:
