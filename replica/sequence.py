@@ -182,8 +182,8 @@ class Sequence:
 
     @property
     def standing(self) -> tuple[int, tuple[float, float, float, int]]:
-        """How urgent it is: a `replica.order.Standing`."""
-        return (self.order_key[1], self.queue_key)
+        """How urgent it is, whosever turn it is: a `replica.order.Standing`."""
+        return (self.order_key[1], (0.0, *self.queue_key[1:]))
 
     @property
     def lacks_prompt_logprobs(self) -> bool:

@@ -119,8 +119,11 @@ class Shedding:
     def _from_the_end(self, newcomer: Standing) -> Iterator[list[Sequence]]:
         """Requests that may be shed and come behind the newcomer, last in order first; their sequences."""
         seen = set()
+        is_shared = len(self.num_queued_by_tenant()) > 1  # then turns sort them, which a newcomer has not got yet
         for sequence in merge(*map(reversed, self._queues), key=lambda s: s.queue_key, reverse=True):
-            if sequence.queue_key <= newcomer[1]:
+            if sequence.standing[1] <= newcomer[1]:
+                if is_shared:
+                    continue
                 return
             key = key_of(sequence)
             if key in seen:

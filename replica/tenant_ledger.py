@@ -38,6 +38,8 @@ class TenantLedger:
         self._counters: dict[str, float] = {}
         #: the counter of whoever was admitted last: where a tenant starts that comes when nobody waits
         self._level = 0.0
+        #: some who wait have the turns of a time when two tenants waited
+        self._has_turns = False
 
     @property
     def counters(self) -> dict[str, float]:
@@ -56,6 +58,7 @@ class TenantLedger:
     def admitted(self, sequence: Sequence) -> None:
         """It is scheduled for the first time: its prompt is paid for, as far as it was not cached."""
         num_uncached = sequence.num_prompt_tokens - sequence.num_cached_tokens
+        _set_turn(sequence, 0.0)  # if it is put back it waits with those who began, by the policy alone
         counter = self._charge(sequence, W_IN * num_uncached)
         sequence.num_charged_outputs = sequence.num_output_tokens  # what it had before was paid for elsewhere
         self._level = counter
@@ -71,16 +74,27 @@ class TenantLedger:
     def put_in_order(self, queued: WaitingQueue, running: Iterable[Sequence]) -> None:
         """Before somebody is admitted: the queue by tenants' turns, and within a tenant by the policy."""
         if len(queued.tenants) < 2:
+            if self._has_turns:
+                self._has_turns = False
+                self._sort(queued, dict.fromkeys(queued.tenants, 0.0), 0.0)
             return
+        self._has_turns = True
         self.settle(running)
-        turns = {tenant: self._counters[tenant] for tenant in queued.tenants}
+        self._sort(queued, {tenant: self._counters[tenant] for tenant in queued.tenants}, W_IN)
+
+    def _sort(self, queued: WaitingQueue, turns: dict[str, float], of_token: float) -> None:
+        """`turns`: of each tenant's first sequence; of those behind it, `of_token` later for each token before."""
         for sequence in sorted(queued, key=lambda s: s.queue_key[1:]):
-            turn = turns[sequence.tenant]
-            turns[sequence.tenant] += W_IN * sequence.num_prompt_tokens / sequence.tenant_weight
-            sequence.order_key = (turn, *sequence.order_key[1:])
-        queued.sort_by(lambda s: (s.order_key[0], *s.queue_key[1:]))
+            _set_turn(sequence, turns[sequence.tenant])
+            turns[sequence.tenant] += of_token * sequence.num_prompt_tokens / sequence.tenant_weight
+        queued.sort_by(lambda s: s.queue_key)
 
     def _charge(self, sequence: Sequence, amount: float) -> float:
         counter = self._counters.get(sequence.tenant, self._level) + amount / sequence.tenant_weight
         self._counters[sequence.tenant] = counter
         return counter
+
+
+def _set_turn(sequence: Sequence, turn: float) -> None:
+    sequence.order_key = (turn, *sequence.order_key[1:])
+    sequence.queue_key = (turn, *sequence.queue_key[1:])

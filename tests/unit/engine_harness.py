@@ -74,6 +74,7 @@ class Harness:
         priority: int = 0,
         deadline: float | None = None,
         n: int = 1,
+        tenant: str = "",
         **sampling: object,
     ) -> RefusalReason | None:
         params = {"temperature": 0.0, "ignore_eos": True, **sampling}
@@ -82,6 +83,7 @@ class Harness:
             [SequenceInput(i, prompt, SamplingParams(max_tokens, **params)) for i in range(n)],  # type: ignore[arg-type]
             order_key=(0.0, priority, self.now if arrival is None else arrival),
             deadline_s=deadline,
+            tenant=tenant,
         )
         self.submitted.add(request.request_id)
         reply = self.core.submit(ROUTER, request, 0, self.now)
