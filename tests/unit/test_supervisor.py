@@ -44,7 +44,13 @@ def running(tmp_path: Path, body: str, *before: str) -> Iterator[subprocess.Pope
     """The program, from when it says that a child of it is up; at the end nobody may be left."""
     code = PROGRAM.format(body="\n".join(f"    {line}" for line in body.splitlines()))
     command = [*before, sys.executable, "-c", code, str(tmp_path / "log")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
+    )
     assert process.stderr is not None
     line = process.stderr.readline()
     assert line.startswith("shoal: started "), line + process.stderr.read()
