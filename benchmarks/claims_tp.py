@@ -47,8 +47,9 @@ def kill(full: bool) -> Iterator[tuple[str, Measured]]:
             )
             if is_frozen:
                 yield f"{runner}.{name}.whole", Measured(found.whole_s, "s until it was replaced", 25.0)
-        note = f"gone after {1000 * found.gone_s:.0f} ms"
-        yield f"{runner}.orphans", Measured(outcomes["replica_killed"].num_orphans, "orphans", 0, note=note)
+        killed = outcomes["replica_killed"]
+        note = f"gone after {1000 * killed.gone_s:.0f} ms"
+        yield f"{runner}.orphans", Measured(killed.num_orphans, "orphans", 0, note=note)
 
 
 @claim("tp.equal")
