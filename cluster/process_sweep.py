@@ -11,7 +11,7 @@ import contextlib
 import json
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from replica.cache_folder import cache_folder
@@ -63,13 +63,18 @@ def sweep_orphans(folder: Path | None = None) -> list[str]:
         if start_time(driver) == started:
             continue  # that cluster is alive
         orphans = [pid for pid, began in children if began is not None and start_time(pid) == began]
-        for pid in orphans:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(orphans)
         if orphans:
             lines.append(f"ended {len(orphans)} processes that an earlier run left behind")
         path.unlink(missing_ok=True)
     return lines
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """At once. Who is gone already is fine."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def start_time(pid: int) -> int | None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
-from cluster.process_sweep import descendants
+from cluster.process_sweep import descendants, kill_all
 from cluster.ray_words import why_no_start
 from cluster.terminal import divert, say
 from replica.errors import ConfigError, ShoalError
@@ -176,9 +176,7 @@ def _drive(work: Callable[[Driver], int], driver: Driver, until_it_ends: int, ad
 def _outlive_nobody(until_it_ends: int) -> None:
     """In the driver: if the supervisor is killed, its end of this pipe closes."""
     os.read(until_it_ends, 1)
-    for pid in [*descendants(os.getpid()), os.getpid()]:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+    kill_all([*descendants(os.getpid()), os.getpid()])
 
 
 def _end_family() -> None:
@@ -188,9 +186,7 @@ def _end_family() -> None:
         living = descendants(os.getpid())
         if not living:
             return
-        for pid in living:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        kill_all(living)
         for _ in _buried():
             pass
         pause.wait(0.02)

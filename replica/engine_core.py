@@ -7,7 +7,7 @@ virtual clock. Both run this code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 
 from replica.admission import Admission, Refused
@@ -65,7 +65,7 @@ class EngineCore:
         #: the runner's own
         self.runner_counters: Mapping[str, float] = {}
         self._requests = RequestBook()
-        self._gate = QueueGate(self._admission.cap, self._shedding_of(config.scheduler))
+        self._gate = QueueGate(self._make_shedding(config.scheduler))
         self._deadlines = Deadlines()
         #: of sequences that ended outside of a step, until somebody takes it
         self._ended: RouterOutputs = {}
@@ -130,7 +130,7 @@ class EngineCore:
         """
         self.scheduler.configure(scheduler)
         self._admission.cap = admission.max_queued_requests
-        self._gate.configure(admission.max_queued_requests, self._shedding_of(scheduler))
+        self._gate.configure(self._make_shedding(scheduler))
 
     def take_ended(self) -> RouterOutputs:
         """Ends outside of a step, for their routers: take them after `submit`, `schedule` and `end_overdue`."""
@@ -314,6 +314,8 @@ class EngineCore:
         scheduler, forecast = self.scheduler, self._forecast
         if forecast.is_fresh(scheduler.num_queued, now):
             return forecast.rate
+        if not scheduler.num_queued:
+            return 0.0
         queues, room = (scheduler.returning, scheduler.queued, scheduler.blocked), self._room()
         num_running, num_tokens = len(scheduler.running), sum(queue.num_tokens for queue in queues)
         if num_running + scheduler.num_waiting <= room.num_places and num_tokens <= room.num_free_tokens:
@@ -346,11 +348,11 @@ class EngineCore:
         self._grammars.validate(self.scheduler.blocked)
         self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
 
-    def _shedding_of(self, config: SchedulerConfig) -> Callable[[int], Shedding]:
+    def _make_shedding(self, config: SchedulerConfig) -> Shedding:
         scheduler = self.scheduler
         waiting = (scheduler.queued, scheduler.blocked)
         max_tokens = config.shed_above_queued_tokens
-        return lambda cap: Shedding(scheduler.policy, self._requests, waiting, cap, max_tokens)
+        return Shedding(scheduler.policy, self._requests, waiting, self._admission.cap, max_tokens)
 
     def _end_queued(self, sequences: list[Sequence], reason: FinishReason, message: str, now: float) -> None:
         for sequence in sequences:

@@ -69,11 +69,6 @@ class PermitDesk:
         return sum(holder.outstanding for holder in self._holders.values())
 
     @property
-    def has_holders(self) -> bool:
-        """Some router has asked since it connected."""
-        return bool(self._holders)
-
-    @property
     def has_wishes(self) -> bool:
         """Somebody waits."""
         return any(holder.wishes for holder in self._holders.values())
@@ -114,12 +109,12 @@ class PermitDesk:
 
     def deal(self, num_free: int, cap: int, places: Places, now: float) -> list[tuple[RouterId, Grant]]:
         """Reserve what is free (`num_free`: places that are not taken) for those who wait, in their order. Whole
-        requests only: two halves of a request in two routers would wait for each other.
+        requests only: two halves of a request in two routers would wait for each other. What is dealt is added to
+        `places`.
         """
         granted: dict[tuple[RouterId, str], Grant] = {}
-        self._end_leases(now)
+        self.end_leases(now)
         left = num_free - self.num_outstanding
-        places = places.copy()
         while left > 0 and (first := self.first(places, cap)) is not None and first.wish.num_sequences <= left:
             key = (first.router_id, first.tenant)
             holder, num_sequences = self._holders[key], first.wish.num_sequences
@@ -130,6 +125,14 @@ class PermitDesk:
             holder.lease_until = now + self._lease_s
             granted[key] = Grant(holder.term, holder.granted, holder.tenant)
         return [(router_id, grant) for (router_id, _), grant in granted.items()]
+
+    def end_leases(self, now: float) -> None:
+        """Take back what routers have kept for too long."""
+        for holder in self._holders.values():
+            if holder.outstanding and holder.lease_until <= now:
+                holder.term = self._next_term()
+                holder.granted = holder.used = 0
+                holder.wishes.clear()
 
     def reserved(self) -> Counter[str]:
         """Places that are reserved, by tenant."""
@@ -157,13 +160,6 @@ class PermitDesk:
         news = max(0, min(used, holder.granted) - holder.used)
         holder.used += news
         return news
-
-    def _end_leases(self, now: float) -> None:
-        for holder in self._holders.values():
-            if holder.outstanding and holder.lease_until <= now:
-                holder.term = self._next_term()
-                holder.granted = holder.used = 0
-                holder.wishes.clear()
 
     def _next_term(self) -> int:
         self._last_term += 1

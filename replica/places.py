@@ -16,9 +16,6 @@ class Places:
     def __init__(self, counts: Mapping[str, int]) -> None:
         self._counts = dict(counts)
 
-    def copy(self) -> Places:
-        return Places(self._counts)
-
     def take(self, tenant: str, num_sequences: int) -> None:
         """`tenant` gets so many more (less, if negative)."""
         self._counts[tenant] = self._counts.get(tenant, 0) + num_sequences

@@ -34,7 +34,7 @@ class Shedding:
         self._requests = requests
         #: in which those wait that were never scheduled; others may be among them
         self._queues = queues
-        self._cap = cap
+        self.cap = cap
         self._max_tokens = max_tokens
 
     @property
@@ -55,7 +55,7 @@ class Shedding:
         num_sequences, num_tokens = len(request.sequences), request.num_prompt_tokens
         num_taken = self.num_queued + num_permits
         # above the cap (it was lowered) places are taken over one for one: the newcomer need not bring it down again
-        surplus = num_sequences - max(0, self._cap - num_taken)
+        surplus = num_sequences - max(0, self.cap - num_taken)
         num_queued_tokens = sum(queue.num_tokens for queue in self._queues)
         shed: list[Sequence] = []
         if surplus <= 0 and first is not None and self._is_behind(request, newcomer[1], first, places):
@@ -73,7 +73,7 @@ class Shedding:
         if surplus > 0:
             raise Refused(
                 RefusalReason.QUEUE_FULL,
-                f"{num_taken} of {self._cap} places in the queue are taken, {num_sequences} wanted",
+                f"{num_taken} of {self.cap} places in the queue are taken, {num_sequences} wanted",
             )
         if self._is_too_much(num_queued_tokens, num_tokens):
             raise Refused(

@@ -81,8 +81,9 @@ class HeldRequests:
         return len(self._returning.requests) + sum(len(line.requests) for line in self._fresh.values())
 
     def __iter__(self) -> Iterator[Tracked]:
-        """A copy is walked, so members may leave meanwhile."""
-        return iter(self.draw())
+        """All, line by line: cheaper than `draw` where the order is nobody's concern. A copy is walked."""
+        lines = (self._returning, *self._fresh.values())
+        return iter([request for line in lines for request in line.requests])
 
     def __contains__(self, request: Tracked) -> bool:
         return request in self._returning or ((line := self._fresh.get(request.tenant)) is not None and request in line)

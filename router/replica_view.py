@@ -65,17 +65,20 @@ class ReplicaView:
 
     def is_placeable(self, now: float) -> bool:
         """Open, and heard from lately: a replica that was stopped (SIGSTOP) or cut off keeps its stream for a while."""
-        return self.is_open and now - self.load_at <= MAX_SILENCE_S
+        return self.is_open and self._is_heard(now)
 
     def takes_back(self, now: float) -> bool:
         """On its way out, but its ranks were lost and are whole again: it takes what it had to give back."""
-        is_there = self.is_connected and self.is_draining and now - self.load_at <= MAX_SILENCE_S
+        is_there = self.is_connected and self.is_draining and self._is_heard(now)
         return is_there and self.load.is_ready and self.load.takes_returning
 
     def may_take_back(self, now: float) -> bool:
         """The same, or it may come to that: it is open, or mends itself."""
-        is_alive = self.is_connected and now - self.load_at <= MAX_SILENCE_S
+        is_alive = self.is_connected and self._is_heard(now)
         return is_alive and (self.takes_back(now) or not self.load.is_ready or not self.is_draining)
+
+    def _is_heard(self, now: float) -> bool:
+        return now - self.load_at <= MAX_SILENCE_S
 
     @property
     def outstanding_tokens(self) -> int:
