@@ -22,7 +22,7 @@ def check_pool(
     if cache.num_blocks is not None:
         if shape is None:
             return
-        of_block = shape.num_kv_heads * shape.num_layers * 2 * cache.block_size * shape.head_dim * itemsize
+        of_block = shape.block_bytes(cache.block_size, itemsize, shape.num_kv_heads)
         asked, what = cache.num_blocks * of_block, f"kv_cache.num_blocks={cache.num_blocks}"
         allowed = f"at most {max(0, memory_bytes // num_pools // of_block)} blocks"
     elif cache.kv_cache_gib is not None:

@@ -31,6 +31,10 @@ class ModelShape(msgspec.Struct, frozen=True):
     def kv_dim(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    def block_bytes(self, block_size: int, itemsize: int, num_kv_heads: int) -> int:
+        """Of one KV block: K and V of `block_size` tokens over all layers, for so many heads."""
+        return num_kv_heads * self.num_layers * 2 * block_size * self.head_dim * itemsize
+
     @property
     def to_cut(self) -> ModelShape:
         """As `replica.shard` should see it."""

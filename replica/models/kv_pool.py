@@ -21,7 +21,7 @@ def heads_held(config: ModelShape, shard: Shard) -> int:
 
 def block_bytes(config: ModelShape, block_size: int, dtype: torch.dtype, shard: Shard = Shard()) -> int:
     """Bytes of one block on one rank: K and V of `block_size` tokens over all layers."""
-    return heads_held(config, shard) * config.num_layers * 2 * block_size * config.head_dim * dtype.itemsize
+    return config.block_bytes(block_size, dtype.itemsize, heads_held(config, shard))
 
 
 def count_blocks(config: ModelShape, block_size: int, dtype: torch.dtype, gib: float, shard: Shard = Shard()) -> int:
