@@ -191,7 +191,8 @@ def test_a40_a_huge_body_holds_nobody_up() -> None:
         assert max(stream_gaps) < 2
         assert sorted(seconds)[int(len(seconds) * 0.99)] < 1
         del response  # it keeps the body that was sent
-        assert resident_mib() - before < 16, "memory did not come back"
+        # the server's side of the last request may still be ending
+        api.until(lambda: resident_mib() - before < 16)
 
 
 def test_a_refusal_is_no_error_of_ours(fake: ApiUnderTest, caplog: pytest.LogCaptureFixture) -> None:
