@@ -45,9 +45,7 @@ class ReplicaService:
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
 
-    async def _connect(
-        self, incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> None:
+    async def _connect(self, incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         metadata = dict(context.invocation_metadata() or ())
         router_id, incarnation = metadata.get("router-id"), metadata.get("incarnation")
         if not router_id:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -43,6 +44,10 @@ class Case(msgspec.Struct, frozen=True):
     path: str
     body: dict[str, Any]
     num_tokens: int = 64
+
+    @property
+    def is_streamed(self) -> bool:
+        return bool(self.body.get("stream"))
 
     def streamed(self) -> Case:
         """The same with `stream` and usage."""
@@ -157,7 +162,7 @@ class Reader:
 
     def told(self) -> list[Any]:
         """What it read, without ids and times: the events of a stream in order, or one JSON body."""
-        if not self.case.body.get("stream"):
+        if not self.case.is_streamed:
             return [_without_ids(json.loads(self.data))]
         events = [event.removeprefix("data: ") for event in self.data.decode().split("\n\n")]
         assert events.pop() == "", "a stream ends with a whole event"
@@ -172,7 +177,14 @@ def _without_ids(value: Any) -> Any:
 
 def by_choice(told: list[Any]) -> list[Any]:
     """Events of a stream sorted by choice: which copy comes first within a step is nobody's business."""
-    return sorted(told, key=lambda event: event["choices"][0]["index"] if event != "[DONE]" and event["choices"] else 99)
+    return sorted(
+        told, key=lambda event: event["choices"][0]["index"] if event != "[DONE]" and event["choices"] else 99
+    )
+
+
+def uncached(told: Any) -> Any:
+    """Without `cached_tokens`."""
+    return json.loads(re.sub(r'"cached_tokens": \d+', '"cached_tokens": null', json.dumps(told)))
 
 
 class RecoveryPlane:

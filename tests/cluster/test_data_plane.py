@@ -18,6 +18,8 @@ from replica.errors import (
     TooManySequencesError,
 )
 from replica.fake_runner import expected_output
+from replica.messages import Draining, RouterId
+from replica.router_link import MAX_UNSENT_MESSAGES, RouterLink
 from router.dispatcher import DispatcherConfig
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
 
@@ -297,9 +299,6 @@ async def test_more_samples_than_the_queue_holds_are_a_mistake_and_not_an_overlo
 
 
 async def test_a_router_that_does_not_read_is_cut_and_its_memory_freed() -> None:
-    from replica.messages import Draining, RouterId
-    from replica.router_link import MAX_UNSENT_MESSAGES, RouterLink
-
     cut: list[bool] = []
     link = RouterLink(RouterId("r"), lambda: cut.append(True))
     for _ in range(MAX_UNSENT_MESSAGES + 1000):
@@ -335,3 +334,23 @@ async def test_garbage_on_the_wire_cuts_the_link_and_nothing_else() -> None:
             assert len([message async for message in call]) >= 1  # the load on connect, then the end
         stream = await c.routers[0].generate(request("q", [1], 5))
         assert await collect(stream) == {0: reference([1], 5)}
+
+
+async def test_a_router_whose_link_is_cut_hears_of_it_and_comes_back() -> None:
+    """A handler that is cancelled sends no status: the router waited for that stream for ever, and used the replica
+    no more.
+    """
+    async with cluster(is_open=False) as c:
+        (replica,) = c.replicas
+        task = asyncio.create_task(c.routers[0].generate(request("q", [4, 8], 20)))
+        await until(lambda: replica.engine.core.num_unfinished == 1)
+        replica.runner.gate.release(3)
+        stream = await task
+        (link,) = replica.engine._links.values()
+        for _ in range(MAX_UNSENT_MESSAGES + 1):  # as long as this loop runs nobody reads
+            link.send(Draining(0.0))
+        assert link.is_cut
+        replica.runner.open()
+        assert await collect(stream) == {0: reference([4, 8], 20)}
+        assert list(replica.engine._links.values()) != [link]
+        await until(lambda: at_baseline(c))

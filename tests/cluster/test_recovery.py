@@ -1,11 +1,10 @@
-"""A stream that loses its replica at any output position ends with the bytes of an undisturbed one. Fake runner: its
-tokens are a hash of the whole prefix, so a token that is lost, doubled or made from another prefix changes all after it.
+"""A stream that loses its replica at any output position ends with the bytes of an undisturbed one. Fake runner: tokens
+are a hash of the whole prefix, so one that is lost, doubled or made from another prefix changes all after it.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -13,7 +12,17 @@ import pytest
 from router.dispatcher import DispatcherConfig
 from tests.api.fake_text import EOS, fake_tokenizer, fake_vocab_size
 from tests.cluster.harness import until
-from tests.cluster.recovery import CHAT, COMPLETIONS, Case, Reader, RecoveryPlane, by_choice, fake_runner, recovery_plane
+from tests.cluster.recovery import (
+    CHAT,
+    COMPLETIONS,
+    Case,
+    Reader,
+    RecoveryPlane,
+    by_choice,
+    fake_runner,
+    recovery_plane,
+    uncached,
+)
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -37,7 +46,12 @@ CASES = [
     Case("logprobs", COMPLETIONS, {**PROMPT, "logprobs": 3}),
     Case("logprobs of a chat", CHAT, {**HELLO, "logprobs": True, "top_logprobs": 2}),
     Case("echo", COMPLETIONS, {**PROMPT, "echo": True, "logprobs": 1, "return_token_ids": True}),
-    Case("min_tokens", COMPLETIONS, {**PROMPT, "ignore_eos": False, "min_tokens": 40, "allowed_token_ids": [*EOS, 30, 40]}, 41),
+    Case(
+        "min_tokens",
+        COMPLETIONS,
+        {**PROMPT, "ignore_eos": False, "min_tokens": 40, "allowed_token_ids": [*EOS, 30, 40]},
+        41,
+    ),
     Case("bad_words", COMPLETIONS, {**PROMPT, "bad_words": ["e", "a", ">", "@"]}),
 ]
 
@@ -68,11 +82,6 @@ async def check_all_positions(plane: RecoveryPlane, case: Case) -> list[Any]:
                 expected, read = (told, reader.told()) if at[0] else (uncached(told), uncached(reader.told()))
                 assert read == expected, f"{kind.name}, {loss}: cut after {at} tokens"
     return told
-
-
-def uncached(told: Any) -> Any:
-    """Without `cached_tokens`."""
-    return json.loads(re.sub(r'"cached_tokens": \d+', '"cached_tokens": null', json.dumps(told)))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
