@@ -5,15 +5,16 @@ small random model; the next replica computes prompt and output so far in one pi
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from replica.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
+from replica.config import CacheConfig, DType, EngineConfig, ModelConfig, ParallelConfig
 from replica.model_runner import TorchModelRunner
 from router.tokenizer import Tokenizer
-from tests.cluster.recovery import CHAT, COMPLETIONS, Case, recovery_plane, uncached
+from tests.cluster.recovery import CHAT, COMPLETIONS, Case, RecoveryPlane, recovery_plane, uncached
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]
 
@@ -37,7 +38,9 @@ SCHEMA = {
 WORD = {"type": "object", "properties": {"word": {"type": "string", "pattern": "^[a-z]{30,40}$"}}, "required": ["word"]}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": WORD}}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
-#: adds up to what the end token needs to be chosen soon
+#: the end token of the default model; of the small one it is 257
+DEFAULT_EOS = 2
+#: with so much the end token is chosen soon
 ENDS = {"logit_bias": {"257": 9}}
 CASES = [
     Case("seeded", COMPLETIONS, {**PROMPT, **SEEDED}),
@@ -63,7 +66,13 @@ CASES = [
     Case("tool if it likes", CHAT, {**HELLO, **SEEDED, "tools": [TOOL], "ignore_eos": True}),
     Case("copies", CHAT, {**HELLO, **SEEDED, "n": 2, "ignore_eos": True, "max_tokens": 24}, 24),
 ]
-WHOLE = [case for case in CASES if case.name in ("seeded penalties", "schema", "required tool")]
+#: `make claims ONLY=admission.recover FULL=1` sets it: every case whole and streamed, every kind of loss, and the
+#: default model
+IS_FULL = bool(os.environ.get("RECOVERY_FULL"))
+WHOLE = [case for case in CASES if IS_FULL or case.name in ("seeded penalties", "schema", "required tool")]
+CLEAN: dict[str, int] = {}
+LOST_MESSAGE = {"num_lost_steps": 1}
+LOST_TWICE = {"again_after": 4}
 
 
 @pytest.fixture(scope="module")
@@ -73,24 +82,41 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_models.make(tmp_path_factory.mktemp("recovery"), "llama", max_position_embeddings=2048)
 
 
-def model_runner(folder: Path, num_blocks: int = 8192) -> Callable[[], TorchModelRunner]:
+def model_runner(folder: Path, dtype: DType = "float32", num_blocks: int = 8192) -> Callable[[], TorchModelRunner]:
     config = EngineConfig(
-        model=ModelConfig(dtype="float32", max_model_len=2048),
+        model=ModelConfig(dtype=dtype, max_model_len=2048),
         cache=CacheConfig(block_size=16, num_blocks=num_blocks),
-        parallel=ParallelConfig(num_threads=1),
+        parallel=ParallelConfig(num_threads=1 if dtype == "float32" else None),
     )
     return lambda: TorchModelRunner(config, folder, self_test=False)
 
 
-@pytest.mark.parametrize("case", [case.streamed() for case in CASES] + WHOLE, ids=lambda case: case.name)
-async def test_every_position_gives_the_bytes_of_an_undisturbed_run(case: Case, folder: Path) -> None:
-    """Streams: the last message before the cut is lost too. Whole answers: the next replica is lost as well."""
-    async with recovery_plane(model_runner(folder), Tokenizer.from_folder(folder), vocab_size=272) as plane:
-        told, num_tokens = await plane.undisturbed(case)
-        assert num_tokens >= case.num_tokens, json.dumps(told)[-600:]
-        loss: dict[str, int] = {"num_lost_steps": 1} if case.is_streamed else {"again_after": 4}
+async def check(plane: RecoveryPlane, case: Case, losses: Sequence[dict[str, int]]) -> None:
+    """The same bytes at every position, whatever gets lost."""
+    told, num_tokens = await plane.undisturbed(case)
+    assert num_tokens >= case.num_tokens, json.dumps(told)[-600:]
+    for loss in losses:
         readers, positions = await plane.staggered(case, num_tokens, **loss)
         assert {position for choices in positions for position in choices} >= set(range(num_tokens))
         for reader, at in zip(readers, positions, strict=True):
             expected, read = (told, reader.told()) if any(at) else (uncached(told), uncached(reader.told()))
-            assert read == expected, f"cut after {at} tokens"
+            assert read == expected, f"{loss}: cut after {at} tokens"
+
+
+@pytest.mark.parametrize("case", [case.streamed() for case in CASES] + WHOLE, ids=lambda case: case.name)
+async def test_every_position_gives_the_bytes_of_an_undisturbed_run(case: Case, folder: Path) -> None:
+    losses = [LOST_MESSAGE] if case.is_streamed else [LOST_TWICE]
+    async with recovery_plane(model_runner(folder), Tokenizer.from_folder(folder), vocab_size=272) as plane:
+        await check(plane, case, [CLEAN, LOST_MESSAGE, LOST_TWICE] if IS_FULL else losses)
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not IS_FULL, reason="takes minutes: make claims ONLY=admission.recover FULL=1")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+async def test_the_default_model_in_bfloat16(case: Case, model_folder: Path) -> None:
+    codec = Tokenizer.from_folder(model_folder)
+    body = json.loads(json.dumps(case.body).replace('"257"', f'"{DEFAULT_EOS}"'))
+    runner = model_runner(model_folder, "bfloat16", 6000)
+    async with recovery_plane(runner, codec, vocab_size=codec.num_tokens) as plane:
+        await check(plane, Case(case.name, case.path, body, 8).streamed(), [LOST_MESSAGE])
