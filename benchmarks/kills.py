@@ -208,7 +208,7 @@ async def freeze(
     max_num_seqs: int = 4,
     num_tokens: tuple[int, int] = (40, 200),
 ) -> Outcome:
-    """SIGSTOP of one of two replicas of two routers for `stopped_s`, then SIGCONT. Requests run in it and wait in it."""
+    """SIGSTOP of one of two replicas for `stopped_s`, then SIGCONT. Two routers; requests run in it and wait in it."""
     began = time.monotonic()
     replicas = ReplicaProcesses(0.01, {"max_num_seqs": max_num_seqs})
     config = DispatcherConfig(admission_wait_s=60.0, give_up_silent_s=give_up_silent_s)
