@@ -31,10 +31,16 @@ from router.dispatcher import Dispatcher, DispatcherConfig
 from router.live_backend import LiveBackend
 from router.placement import least_tokens
 from router.prepare import TextCodec
-from tests.cluster.harness import ClusterUnderTest, GatedRunner, ReplicaUnderTest, until
+from tests.cluster import harness
+from tests.cluster.harness import ClusterUnderTest, GatedRunner, ReplicaUnderTest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """A step of a real model may take a while on busy cores."""
+    await harness.until(condition, timeout_s=120.0)
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -5,6 +5,7 @@ sleep.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from replica.errors import (
 from replica.fake_runner import expected_output
 from replica.messages import Draining, RouterId
 from replica.router_link import MAX_UNSENT_MESSAGES, RouterLink
-from router.dispatcher import DispatcherConfig
+from router.dispatcher import Dispatcher, DispatcherConfig
+from router.live_backend import LiveBackend
+from router.placement import least_tokens
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
 
 pytestmark = pytest.mark.anyio
@@ -354,3 +357,25 @@ async def test_a_router_whose_link_is_cut_hears_of_it_and_comes_back() -> None:
         assert await collect(stream) == {0: reference([4, 8], 20)}
         assert list(replica.engine._links.values()) != [link]
         await until(lambda: at_baseline(c))
+
+
+async def test_a_router_that_was_stopped_itself_does_not_take_its_replicas_for_dead() -> None:
+    """SIGSTOP of a router for 20 s: the first thing it does is to look at the clock, before it reads what came."""
+    skipped = [0.0]
+    async with cluster(is_open=False) as c:
+        (replica,) = c.replicas
+        clock = lambda: time.monotonic() + skipped[0]  # noqa: E731
+        router = LiveBackend(Dispatcher(DispatcherConfig(), least_tokens), RouterId("sleeper"), "fake", clock=clock)
+        c.routers.append(router)
+        c.publish_view()
+        await until(lambda: router.health().ok)
+        task = asyncio.create_task(router.generate(request("q", [4, 8], 20)))
+        await until(lambda: replica.engine.core.num_unfinished == 1)
+        replica.runner.gate.release(3)
+        stream = await task
+        skipped[0] = 20.0
+        router._on_time()
+        assert router.dispatcher.replica_of(stream.request.request_id) == replica.name
+        replica.runner.open()
+        assert await collect(stream) == {0: reference([4, 8], 20)}
+        assert replica.engine.core.scheduler.counters.admitted == 1, "nothing was sent again"

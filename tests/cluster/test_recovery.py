@@ -11,7 +11,6 @@ import pytest
 
 from router.dispatcher import DispatcherConfig
 from tests.api.fake_text import EOS, fake_tokenizer, fake_vocab_size
-from tests.cluster.harness import until
 from tests.cluster.recovery import (
     CHAT,
     COMPLETIONS,
@@ -22,6 +21,7 @@ from tests.cluster.recovery import (
     fake_runner,
     recovery_plane,
     uncached,
+    until,
 )
 
 pytestmark = [pytest.mark.anyio, pytest.mark.slow]

@@ -118,5 +118,5 @@ async def test_the_default_model_in_bfloat16(case: Case, model_folder: Path) -> 
     codec = Tokenizer.from_folder(model_folder)
     body = json.loads(json.dumps(case.body).replace('"257"', f'"{DEFAULT_EOS}"'))
     runner = model_runner(model_folder, "bfloat16", 6000)
-    async with recovery_plane(runner, codec, vocab_size=codec.num_tokens) as plane:
+    async with recovery_plane(runner, codec, vocab_size=codec.num_tokens, num_batched_tokens=1024) as plane:
         await check(plane, Case(case.name, case.path, body, 8).streamed(), [LOST_MESSAGE])
