@@ -154,6 +154,26 @@ async def test_copies_at_different_positions(is_streamed: bool) -> None:
             assert by_choice(reader.told()) == by_choice(told), f"cut after {at} tokens"
 
 
+async def test_copies_that_ended_at_stop_strings_are_not_continued() -> None:
+    """The router ends a copy, its replica hears of it later or never; the others go on elsewhere."""
+    async with plane_of() as plane:
+        body = {**PROMPT, "temperature": 0.9, "seed": 31, "n": 3, "stop": ["q", "Z"], "max_tokens": 200}
+        case = Case("stop in copies", COMPLETIONS, body).streamed()
+        told, num_tokens = await plane.undisturbed(case)
+        ends = [n for n, event in enumerate(told) if event != "[DONE]" and any(c["stop_reason"] for c in finals(event))]
+        assert len(ends) == 3
+        assert ends[0] + 20 < ends[2]
+        readers, positions = await plane.staggered(case, num_tokens, num_lost_steps=1)
+        assert {len(set(choices)) for choices in positions} == {1, 2}, "a copy had ended in some, in others not"
+        for reader, at in zip(readers, positions, strict=True):
+            assert by_choice(reader.told()) == by_choice(told), f"cut after {at} tokens"
+
+
+def finals(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Entries of `choices` that end one."""
+    return [choice for choice in event["choices"] if choice["finish_reason"]]
+
+
 async def test_a_cut_in_the_middle_of_a_prompt() -> None:
     async with plane_of(num_batched_tokens=32) as plane:
         case = Case("prefill", COMPLETIONS, {**PROMPT, "prompt": [5 + n % 200 for n in range(100)]}).streamed()
