@@ -1,9 +1,10 @@
-"""`make soak ARGS="--requests 1000000 --minutes 10 --process-kills 300 --kills 20"`: public traces through one engine in
-virtual time (`trace_soak.py`), random clusters in virtual time with faults, kill -9 of replica processes without Ray
-(`kills.py`), then on a live cluster (`kills_live.py`). 0 leaves a part out.
+"""`make soak ARGS="--requests 1000000 --minutes 10 --process-kills 300 --kills 20"`: public traces through one engine
+in virtual time (`trace_soak.py`), random clusters in virtual time with faults, kill -9 of replica processes without
+Ray (`kills.py`), then of replicas of a live cluster (`kills_live.py`). 0 leaves a part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
-it is in `tests/simulation/`, `tests/cluster/test_kills.py` and `test_serve.py`; figures of the last full run are in `docs/soak.md`.
+it is in `tests/simulation/`, `tests/cluster/test_kills.py` and `test_serve.py`; figures of the last full run are in
+`docs/soak.md`.
 """
 
 from __future__ import annotations

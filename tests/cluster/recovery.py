@@ -38,7 +38,7 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
-async def until(condition: Callable[[], object]) -> None:
+async def until(condition: object) -> None:
     """A step of a real model may take a while on busy cores."""
     await harness.until(condition, timeout_s=120.0)
 
