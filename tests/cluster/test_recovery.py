@@ -210,6 +210,24 @@ async def test_usage_counts_prompt_and_cached_tokens_as_the_replica_that_began_t
             assert reader.told()[:-2] == warm[:-2]
 
 
+async def test_any_number_of_losses_with_a_token_in_between() -> None:
+    async with plane_of(dispatcher=DispatcherConfig(admission_wait_s=60.0, max_losses=3)) as plane:
+        case = Case("losses", COMPLETIONS, {**PROMPT, **SEEDED}).streamed()
+        told, _ = await plane.undisturbed(case)
+        await plane.place_on(plane.replicas[0])
+        reader = await plane.add(case)
+        for number in range(8):
+            replica = plane.replicas[number % 2]
+            await until(lambda replica=replica: replica.engine.core._requests)
+            (stream,) = plane.backend._streams.values()
+            while len(stream._emitted[0]) <= number:
+                await plane.step(replica)
+            await plane.cut(replica)
+            await until(lambda: plane.backend.health().detail["replicas_up"] == 2)
+        await plane.finish([reader])
+        assert reader.told() == told
+
+
 @pytest.mark.parametrize("num_tokens", [0, 3])
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["whole", "streamed"])
 async def test_three_losses_without_a_token_in_between_are_one_error(is_streamed: bool, num_tokens: int) -> None:
