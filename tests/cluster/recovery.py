@@ -34,6 +34,8 @@ from router.prepare import TextCodec
 from tests.cluster import harness
 from tests.cluster.harness import ClusterUnderTest, GatedRunner, ReplicaUnderTest
 
+#: on busy cores a step of a real model may keep this loop waiting; only what the test cuts may move a request
+PATIENT = DispatcherConfig(admission_wait_s=600.0, resume_wait_s=600.0, give_up_silent_s=600.0)
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
@@ -318,7 +320,7 @@ async def recovery_plane(
     max_model_len: int = 2048,
     num_batched_tokens: int = 4096,
     max_num_seqs: int = 512,
-    dispatcher: DispatcherConfig = DispatcherConfig(admission_wait_s=60.0),
+    dispatcher: DispatcherConfig = PATIENT,
     num_threads: int = 1,
     num_speculative_tokens: int = 0,
 ) -> AsyncIterator[RecoveryPlane]:
