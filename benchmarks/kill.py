@@ -45,7 +45,7 @@ async def _measure(server: servers.Server, num_streams: int, output_len: int) ->
             all_begun.set()
 
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        before = await _until_up(session, server.url)
+        before = await until_up(session, server.url)
         streams = [
             asyncio.create_task(ask(session, server.url, server.model, [1000 + n] * 20, output_len, on_first))
             for n in range(num_streams)
@@ -53,7 +53,7 @@ async def _measure(server: servers.Server, num_streams: int, output_len: int) ->
         await all_begun.wait()
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
-        replacement = asyncio.create_task(_until_up(session, server.url, besides=before))
+        replacement = asyncio.create_task(until_up(session, server.url, besides=before))
         replacement.add_done_callback(lambda _: times.append(time.monotonic() - killed))
         unhealthy = 0
         while not all(stream.done() for stream in streams):
@@ -65,7 +65,7 @@ async def _measure(server: servers.Server, num_streams: int, output_len: int) ->
     return KillOutcome(sum(bool(answer.error) for answer in answers), unhealthy, times[0])
 
 
-async def _until_up(session: aiohttp.ClientSession, url: str, besides: frozenset[str] = frozenset()) -> frozenset[str]:
+async def until_up(session: aiohttp.ClientSession, url: str, besides: frozenset[str] = frozenset()) -> frozenset[str]:
     """Ids of the replicas that are up, once there are two and one of them is none of `besides`."""
     for _ in range(2400):
         async with session.get(f"{url}/status") as response:

@@ -1,19 +1,23 @@
-"""`make soak ARGS="--requests 1000000 --minutes 10 --kills 20"`: public traces through one engine in virtual time
-(`trace_soak.py`), random clusters in virtual time with faults, then kill -9 on a live cluster. 0 leaves a part out.
+"""`make soak ARGS="--requests 1000000 --minutes 10 --process-kills 300 --kills 20"`: public traces through one engine
+in virtual time (`trace_soak.py`), random clusters in virtual time with faults, kill -9 of replica processes without
+Ray (`kills.py`), then of replicas of a live cluster (`kills_live.py`). 0 leaves a part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
-it is in `tests/simulation/` and `tests/cluster/test_serve.py`; figures of the last full run are in `docs/soak.md`.
+it is in `tests/simulation/`, `tests/cluster/test_kills.py` and `test_serve.py`; figures of the last full run are in
+`docs/soak.md`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import sys
 import time
 from pathlib import Path
 
-from benchmarks import kill, trace_soak
+from benchmarks import kills_live, trace_soak
+from benchmarks.kills import random_kills
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import burst, engine
@@ -97,15 +101,18 @@ def virtual(minutes: float, first_seed: int) -> None:
     )
 
 
-def live(kills: int) -> int:
-    """kill -9 of one of two replicas, `kills` times, fake runner. Returns the number of client errors."""
-    errors = 0
-    for number in range(kills):
-        outcome = kill.measure(num_streams=32, output_len=100, runner="fake")
-        errors += outcome.num_errors + outcome.num_unhealthy
-        print(f"soak: kill {number + 1} of {kills}: {outcome}", flush=True)
-    print(f"soak live: {kills} kills under 32 streams: {errors} errors")
-    return errors
+def processes(kills: int, seed: int) -> int:
+    """kill -9 of replica processes without Ray, two routers in this process. Returns the number of faults."""
+    outcome = asyncio.run(random_kills(kills, seed=seed))
+    print(f"soak processes: {outcome}", flush=True)
+    return len(outcome.faults) + len(outcome.left)
+
+
+def live(kills: int, seed: int) -> int:
+    """kill -9 of one of two replicas of one live cluster, fake runner. Returns the number of faults."""
+    outcome = kills_live.measure(kills, num_streams=32, output_len=100, seed=seed)
+    print(f"soak live: {outcome}", flush=True)
+    return len(outcome.faults) + outcome.num_unhealthy
 
 
 def main() -> int:
@@ -114,13 +121,16 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=trace_soak.SCALE, help="of the lengths in the traces")
     parser.add_argument("--traces", type=Path, default=trace_soak.TRACES, help="folder with both traces")
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
-    parser.add_argument("--kills", type=int, default=20, help="on live clusters")
+    parser.add_argument("--process-kills", type=int, default=300, help="of replica processes without Ray")
+    parser.add_argument("--kills", type=int, default=20, help="on a live cluster")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     trace_soak.run(options.requests, options.seed, options.scale, options.traces)
     if options.minutes:
         virtual(options.minutes, options.seed)
-    return 1 if live(options.kills) else 0
+    faults = processes(options.process_kills, options.seed) if options.process_kills else 0
+    faults += live(options.kills, options.seed) if options.kills else 0
+    return 1 if faults else 0
 
 
 if __name__ == "__main__":

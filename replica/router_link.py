@@ -16,7 +16,7 @@ MAX_UNSENT_MESSAGES = 20_000
 
 
 class RouterLink:
-    """`on_cut` is called once if the router does not read: it has to end a write that may be blocked."""
+    """`on_cut` is called once if the link is cut: it has to end a write that may be blocked."""
 
     def __init__(self, router_id: RouterId, on_cut: Callable[[], object] = lambda: None) -> None:
         self.router_id = router_id
@@ -25,6 +25,8 @@ class RouterLink:
         self._ready = asyncio.Event()
         self._flushed = asyncio.Event()
         self._closed = False
+        #: it ended in the middle; whoever writes has to tell the router
+        self.is_cut = False
 
     def send(self, message: UpMessage) -> None:
         """Queue a message; never waits. Nothing happens on a closed link."""
@@ -34,10 +36,15 @@ class RouterLink:
         self._flushed.clear()
         if len(self._unsent) > MAX_UNSENT_MESSAGES:
             logger.warning("router %s does not read; its link is cut", self.router_id)
-            self._unsent.clear()
-            self.close()
-            self._on_cut()
+            self.cut()
         self._ready.set()
+
+    def cut(self) -> None:
+        """What was not sent is dropped, and the router opens a new stream."""
+        self.is_cut = True
+        self._unsent.clear()
+        self.close()
+        self._on_cut()
 
     def close(self) -> None:
         """No more messages; those that are queued still go out."""

@@ -45,9 +45,7 @@ class ReplicaService:
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
 
-    async def _connect(
-        self, incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
-    ) -> AsyncIterator[bytes]:
+    async def _connect(self, incoming: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
         metadata = dict(context.invocation_metadata() or ())
         router_id, incarnation = metadata.get("router-id"), metadata.get("incarnation")
         if not router_id:
@@ -61,10 +59,17 @@ class ReplicaService:
         reader = asyncio.create_task(self._read(link, incoming))
         try:
             async for data in link.messages():
-                yield data
+                await context.write(data)
+        except asyncio.CancelledError:
+            if not link.is_cut:
+                raise
+            task.uncancel()
         finally:
             reader.cancel()
             self._engine.disconnect(link)
+        if link.is_cut:
+            # of a cancelled handler gRPC tells the far side nothing: the router would wait for this stream for ever
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "this router does not read what it is sent")
 
     async def _read(self, link: RouterLink, incoming: AsyncIterator[bytes]) -> None:
         try:

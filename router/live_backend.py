@@ -36,7 +36,7 @@ from router.live_stream import LiveStream
 from router.outcomes import final_error, refusal_error
 from router.questions import Answers, Questions
 from router.replica_client import ReplicaClient
-from router.replica_view import ReplicaView
+from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.sequence_names import SequenceNames
 from router.why import explain, living, num_living
 
@@ -71,6 +71,8 @@ class LiveBackend:
         self._questions = Questions(lambda replica_id, message: self._clients[replica_id].send(message))
         self._names = SequenceNames()
         self._timer: asyncio.TimerHandle | None = None
+        #: when this process last looked at the clock: long ago, and it was stopped itself
+        self._looked_at = clock()
         self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -378,10 +380,14 @@ class LiveBackend:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self._clock()), self._on_time)
 
     def _on_time(self) -> None:
-        self._carry_out(self.dispatcher.on_time(self._clock()))
+        now = self._clock()
+        # after a stop of our own what replicas said lies unread, and none of them was silent: in a second it is read
+        if now - self._looked_at <= MAX_SILENCE_S:
+            self._carry_out(self.dispatcher.on_time(now))
 
     async def _tick(self) -> None:
         """Silence sends no message: look at the clock once a second."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self._on_time()
+            self._looked_at = self._clock()

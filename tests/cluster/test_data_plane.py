@@ -5,6 +5,7 @@ sleep.
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ from replica.errors import (
     TooManySequencesError,
 )
 from replica.fake_runner import expected_output
-from router.dispatcher import DispatcherConfig
+from replica.messages import Draining, RouterId
+from replica.router_link import MAX_UNSENT_MESSAGES, RouterLink
+from router.dispatcher import Dispatcher, DispatcherConfig
+from router.live_backend import LiveBackend
+from router.placement import least_tokens
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
 
 pytestmark = pytest.mark.anyio
@@ -297,9 +302,6 @@ async def test_more_samples_than_the_queue_holds_are_a_mistake_and_not_an_overlo
 
 
 async def test_a_router_that_does_not_read_is_cut_and_its_memory_freed() -> None:
-    from replica.messages import Draining, RouterId
-    from replica.router_link import MAX_UNSENT_MESSAGES, RouterLink
-
     cut: list[bool] = []
     link = RouterLink(RouterId("r"), lambda: cut.append(True))
     for _ in range(MAX_UNSENT_MESSAGES + 1000):
@@ -335,3 +337,45 @@ async def test_garbage_on_the_wire_cuts_the_link_and_nothing_else() -> None:
             assert len([message async for message in call]) >= 1  # the load on connect, then the end
         stream = await c.routers[0].generate(request("q", [1], 5))
         assert await collect(stream) == {0: reference([1], 5)}
+
+
+async def test_a_router_whose_link_is_cut_hears_of_it_and_comes_back() -> None:
+    """A handler that is cancelled sends no status: the router waited for that stream for ever, and used the replica
+    no more.
+    """
+    async with cluster(is_open=False) as c:
+        (replica,) = c.replicas
+        task = asyncio.create_task(c.routers[0].generate(request("q", [4, 8], 20)))
+        await until(lambda: replica.engine.core.num_unfinished == 1)
+        replica.runner.gate.release(3)
+        stream = await task
+        (link,) = replica.engine._links.values()
+        for _ in range(MAX_UNSENT_MESSAGES + 1):  # as long as this loop runs nobody reads
+            link.send(Draining(0.0))
+        assert link.is_cut
+        replica.runner.open()
+        assert await collect(stream) == {0: reference([4, 8], 20)}
+        assert list(replica.engine._links.values()) != [link]
+        await until(lambda: at_baseline(c))
+
+
+async def test_a_router_that_was_stopped_itself_does_not_take_its_replicas_for_dead() -> None:
+    """SIGSTOP of a router for 20 s: the first thing it does is to look at the clock, before it reads what came."""
+    skipped = [0.0]
+    async with cluster(is_open=False) as c:
+        (replica,) = c.replicas
+        clock = lambda: time.monotonic() + skipped[0]  # noqa: E731
+        router = LiveBackend(Dispatcher(DispatcherConfig(), least_tokens), RouterId("sleeper"), "fake", clock=clock)
+        c.routers.append(router)
+        c.publish_view()
+        await until(lambda: router.health().ok)
+        task = asyncio.create_task(router.generate(request("q", [4, 8], 20)))
+        await until(lambda: replica.engine.core.num_unfinished == 1)
+        replica.runner.gate.release(3)
+        stream = await task
+        skipped[0] = 20.0
+        router._on_time()
+        assert router.dispatcher.replica_of(stream.request.request_id) == replica.name
+        replica.runner.open()
+        assert await collect(stream) == {0: reference([4, 8], 20)}
+        assert replica.engine.core.scheduler.counters.admitted == 1, "nothing was sent again"
