@@ -116,6 +116,7 @@ class SimRouter:
         if output.stages is not None:
             record.stages = output.stages
             self.dispatcher.journal.told(output.request_id, output.index, replica_id, output.stages)
+            self.dispatcher.began(output.request_id, output.index)
         if output.new_token_ids:
             self.dispatcher.progressed(output.request_id)
         if output.finish_reason is FinishReason.MOVED:

@@ -86,7 +86,7 @@ def test_prompts_times_n_in_order() -> None:
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(i, str(i)) for i in range(4)]
     prompts = [small_tokenizer().encode(text) for text in ("one", "two three")]
     assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
-    assert edge.backend.admissions == [4]
+    assert edge.backend.admissions == [1, 4], "before anything is parsed, and when it is known what is asked for"
 
 
 @pytest.mark.parametrize("path", ["chat", "complete"])
@@ -405,7 +405,7 @@ def test_unknown_model_is_404_and_touches_no_replica(stream: bool) -> None:
     assert_error(edge.chat(model="no-such-model", stream=stream), 404, "model", "model_not_found")
     assert_error(edge.get("/v1/models/no-such-model"), 404, "model", "model_not_found")
     assert edge.backend.requests == []
-    assert edge.backend.admissions == []
+    assert edge.backend.admissions == [1], "only what any request is asked first"
 
 
 def test_unknown_routes_and_methods() -> None:
