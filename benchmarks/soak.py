@@ -13,7 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import kill, trace_soak
+import msgspec
+
+from benchmarks import flood, kill, trace_soak
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import burst, engine
@@ -108,6 +110,17 @@ def live(kills: int) -> int:
     return errors
 
 
+def flooded(minutes: float) -> int:
+    """2,000 clients at four routers, one of which is killed half way. Returns what is wrong with the outcome."""
+    shape = msgspec.structs.replace(flood.SHAPES["router_killed"], num_clients=2000, seconds=60 * minutes)
+    found = flood.measure(shape)
+    print(f"soak: {found}", flush=True)
+    above = sum(r.max_queued > r.cap or r.max_places > r.cap for r in found.replicas)
+    wrong = above + found.num_hanging + found.wrong_answers + found.without_retry_after + found.left
+    print(f"soak flood: {sum(found.codes.values())} requests, use {found.least_use:.4f} of the cap: {wrong} wrong")
+    return wrong + found.permits_left
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the traces")
@@ -116,11 +129,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--kills", type=int, default=20, help="on live clusters")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flood", type=float, default=0, help="minutes of a flood at a live cluster")
     options = parser.parse_args()
     trace_soak.run(options.requests, options.seed, options.scale, options.traces)
     if options.minutes:
         virtual(options.minutes, options.seed)
-    return 1 if live(options.kills) else 0
+    errors = live(options.kills)
+    if options.flood:
+        errors += flooded(options.flood)
+    return 1 if errors else 0
 
 
 if __name__ == "__main__":

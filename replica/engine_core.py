@@ -318,9 +318,7 @@ class EngineCore:
         )
 
     def _note_cap_use(self, now: float) -> None:
-        """Wherever places may have changed hands: in `submit` and `deal`, the only two that take any, and when some
-        were left.
-        """
+        """In `submit` and `deal`, the only ones that take places, and where some become free."""
         self._cap_use.note(self.scheduler.num_queued, self._gate.num_permits, now)
 
     def _drain_rate(self, now: float) -> float:

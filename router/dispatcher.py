@@ -19,7 +19,7 @@ from router.eligibility import Eligibility
 from router.held_requests import HeldRequests
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
-from router.last_word import full_application, last_word, retry_after_s
+from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.patience import Patience
 from router.placement import Policy
@@ -119,11 +119,12 @@ class Dispatcher:
         self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
         if request.is_overdue(now):
             return self._give_up(request, now)
-        caps = [view.load.queue_cap for view in self.views.values() if view.is_placeable(now)]
-        if caps and num_sequences > max(caps):
-            why = f"{num_sequences} sequences in one request, but the queue of a replica holds at most {max(caps)}"
-            return self._end_with(Refuse(request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why), now)
-        return self._let_in(request, now)
+        verdict = self._door.admit(request, self.views.values(), now)
+        if isinstance(verdict, Refuse):
+            return self._end_with(verdict, now)
+        instructions = [instruction for other in verdict for instruction in self._make_way(other, now)]
+        self._waiting.add(request)
+        return [*instructions, *self._place_or_hold(request, now)]
 
     def began(self, request_id: RequestId, index: int) -> None:
         """A sequence of the request has its first token, or its end. Idempotent."""
@@ -301,22 +302,11 @@ class Dispatcher:
 
     # ---- inside ----
 
-    def _let_in(self, request: Tracked, now: float) -> list[Instruction]:
-        """A fresh one, within the bound on all that wait."""
-        waiting = self._waiting
-        instructions: list[Instruction] = []
-        if not waiting.has_room_for(request.num_sequences):
-            whose = (request.order_key, request.tenant, request.tenant_weight)
-            leaving = waiting.who_makes_way(request.num_sequences, *whose)
-            if not leaving:
-                return self._end_with(full_application(request, waiting, self.retry_after_s(now)), now)
-            for other in leaving:
-                if other.replica_id is not None:
-                    instructions.append(SendAbort(other.request_id, other.replica_id))
-                other.was_shed = True
-                instructions += self._give_up(other, now)
-        waiting.add(request)
-        return [*instructions, *self._place_or_hold(request, now)]
+    def _make_way(self, request: Tracked, now: float) -> list[Instruction]:
+        """Nothing of it has begun, and another one takes its place."""
+        replica_id, request.was_shed = request.replica_id, True
+        told: list[Instruction] = [] if replica_id is None else [SendAbort(request.request_id, replica_id)]
+        return [*told, *self._give_up(request, now)]
 
     def _place_or_hold(self, request: Tracked, now: float, is_replaced: bool = False) -> list[Instruction]:
         if request.is_overdue(now):
@@ -330,8 +320,7 @@ class Dispatcher:
                 weaker = self._held.weaker_than(request.order_key, request.tenant, request.tenant_weight)
                 if weaker is None:
                     return self._give_up(request, now)
-                weaker.was_shed = True
-                instructions = self._give_up(weaker, now)
+                instructions = self._make_way(weaker, now)
             request.state = State.HELD
             self._held.push(request)
             self._note_grounds(request, now, "held")

@@ -7,11 +7,14 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
-from replica.messages import OrderKey
+from replica.messages import OrderKey, RefusalReason
 from router.eligibility import Eligibility
 from router.held_requests import HeldRequests
+from router.instructions import Refuse
+from router.last_word import retry_after_s
 from router.live_settings import DispatcherConfig
 from router.replica_view import ReplicaView
+from router.tracked import Tracked
 from router.waiting import Waiting
 
 #: held at least, whatever the forecast says: as many as a router tells replicas of at once (`router/eligibility.py`)
@@ -58,6 +61,24 @@ class Door:
             )
             for view in views
         )
+
+    def admit(self, request: Tracked, views: Collection[ReplicaView], now: float) -> Refuse | list[Tracked]:
+        """A fresh request is here: why it may not come in, or who has to leave for it, nobody as a rule."""
+        waiting, num_sequences = self._waiting, request.num_sequences
+        caps = [view.load.queue_cap for view in views if view.is_placeable(now)]
+        if caps and num_sequences > max(caps):
+            why = f"{num_sequences} sequences in one request, but the queue of a replica holds at most {max(caps)}"
+            return Refuse(request.request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why)
+        if waiting.has_room_for(num_sequences):
+            return []
+        if waiting.is_too_many(num_sequences):
+            why = f"{num_sequences} sequences in one request, but of one router at most {waiting.most} may wait"
+            return Refuse(request.request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why)
+        whose = (request.order_key, request.tenant, request.tenant_weight)
+        if leaving := waiting.who_makes_way(num_sequences, *whose):
+            return leaving
+        why = f"{waiting.num_sequences} sequences wait by this router, {num_sequences} wanted; allowed: {waiting.most}"
+        return Refuse(request.request_id, RefusalReason.QUEUE_FULL, retry_after_s(views, now), why)
 
     def most_held(self, views: Collection[ReplicaView], now: float) -> int:
         """More requests than that need not begin to wait here: so many places will not become free in their time, by

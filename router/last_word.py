@@ -9,7 +9,6 @@ from replica.messages import RefusalReason
 from router.instructions import Fail, Refuse
 from router.replica_view import ReplicaView
 from router.tracked import Tracked
-from router.waiting import Waiting
 
 
 def retry_after_s(views: Collection[ReplicaView], now: float) -> float:
@@ -47,13 +46,3 @@ def last_word(
         why = "the queue of every replica is full"
         return Refuse(request_id, RefusalReason.QUEUE_FULL, retry_after_s(views, now), why)
     return Refuse(request_id, RefusalReason.SHED, retry_after_s(views, now), why)
-
-
-def full_application(request: Tracked, waiting: Waiting, retry_s: float) -> Refuse:
-    """Of a fresh request that is above the bound on all that wait."""
-    most, num_sequences = waiting.most or 0, request.num_sequences
-    if waiting.is_too_many(num_sequences):
-        why = f"{num_sequences} sequences in one request, but at most {most} may wait by one router"
-        return Refuse(request.request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why)
-    why = f"{waiting.num_sequences} sequences wait by this router, {num_sequences} wanted; allowed: {most}"
-    return Refuse(request.request_id, RefusalReason.QUEUE_FULL, retry_s, why)
