@@ -125,7 +125,7 @@ class GenerateEndpoint:
             return
         try:
             self._look(asked)
-        except RefusedError as error:  # in a flood nearly all end here: no task, nothing parsed, nothing tokenized
+        except Exception as error:  # in a flood nearly all end here: no task, nothing parsed, nothing tokenized
             body.release()
             await self._refuse(send, error, asked)
             return

@@ -399,6 +399,20 @@ def test_prompt_that_does_not_fit_is_a_plain_400(stream: bool, caplog: pytest.Lo
     assert edge.chat().status_code == 200
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": ', b'{"prompt": "Hello", "max_tokens": -1}', b'{"prompt": "Hello"}'])
+def test_in_a_flood_nothing_is_parsed_for_a_refusal(body: bytes) -> None:
+    edge = Edge()
+    edge.backend.full = QueueFullError("full", 7.2)
+    headers = {"content-type": "application/json"}
+    response = edge.request("POST", "/v1/completions", content=body, headers=headers)
+    assert_error(response, 503, None, "queue_full")
+    assert response.headers["retry-after"] == "8"
+    assert edge.backend.admissions == [1]
+    assert (
+        edge.request("POST", "/v1/completions", content=body, headers={"content-type": "text/plain"}).status_code == 415
+    )
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_unknown_model_is_404_and_touches_no_replica(stream: bool) -> None:
     edge = Edge()
