@@ -17,8 +17,9 @@ from router.replica_view import ReplicaView
 from router.tracked import Tracked
 from router.waiting import Waiting
 
-#: held at least, whatever the forecast says: as many as a router tells replicas of at once (`router/eligibility.py`)
-_ALWAYS_HELD = 8
+#: held at least, whatever the forecast says, which is a mean: a step may free several places at once. Each more is
+#: 10 requests a second that are tokenized for a refusal
+_ALWAYS_HELD = 4
 #: held for each place that is foreseen to become free while it waits
 _HELD_PER_PLACE = 2
 

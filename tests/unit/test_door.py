@@ -37,7 +37,7 @@ def refusals(instructions: list[Instruction]) -> list[tuple[RequestId, RefusalRe
 @pytest.mark.parametrize(
     ("drain_rate", "wait_s", "held"),
     [
-        pytest.param(1.0, 0.1, 8, id="hardly a place in that time"),
+        pytest.param(1.0, 0.1, 4, id="hardly a place in that time"),
         pytest.param(200.0, 0.1, 40, id="twenty places"),
         pytest.param(200.0, 60.0, 50, id="max_held_requests"),
         pytest.param(0.0, 0.1, 50, id="nothing is foreseen"),
