@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 CAP = 3
 NUM_ROUTERS = 4
 #: each sends so many requests, the next when the last one was answered
-NUM_CLIENTS, NUM_EACH = 60, 5
+NUM_CLIENTS, NUM_EACH = 60, 4
 
 
 async def flood(url: str, shoal: ShoalProcess, victim: int | None) -> Counter[int]:
@@ -48,7 +48,7 @@ async def flood(url: str, shoal: ShoalProcess, victim: int | None) -> Counter[in
     return codes
 
 
-@pytest.mark.parametrize("num_blocks", [4096, 12], ids=["room", "preemption"])
+@pytest.mark.parametrize("num_blocks", [4096, 6], ids=["room", "preemption"])
 def test_the_cap_holds_in_a_flood_and_everything_comes_back(num_blocks: int) -> None:
     with ShoalProcess(
         "--replicas", "2", "--routers", str(NUM_ROUTERS),
