@@ -93,6 +93,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="prefix of the names, e.g. line or line.kill")
     parser.add_argument("--full", action="store_true", help="the long form of each")
     options = parser.parse_args()
+    import benchmarks.claims_admission
     import benchmarks.claims_api
     import benchmarks.claims_engine
     import benchmarks.claims_findings

@@ -16,7 +16,9 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import kills_live, trace_soak
+import msgspec
+
+from benchmarks import flood, kills_live, trace_soak
 from benchmarks.kills import random_kills
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
@@ -115,6 +117,17 @@ def live(kills: int, seed: int) -> int:
     return len(outcome.faults) + outcome.num_unhealthy
 
 
+def flooded(minutes: float) -> int:
+    """2,000 clients at four routers, one of which is killed half way. Returns what is wrong with the outcome."""
+    shape = msgspec.structs.replace(flood.SHAPES["router_killed"], num_clients=2000, seconds=60 * minutes)
+    found = flood.measure(shape)
+    print(f"soak: {found}", flush=True)
+    above = sum(r.max_queued > r.cap or r.max_places > r.cap for r in found.replicas)
+    wrong = above + found.num_hanging + found.wrong_answers + found.without_retry_after + found.left
+    print(f"soak flood: {sum(found.codes.values())} requests, use {found.least_use:.4f} of the cap: {wrong} wrong")
+    return wrong + found.permits_left
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the traces")
@@ -124,12 +137,14 @@ def main() -> int:
     parser.add_argument("--process-kills", type=int, default=300, help="of replica processes without Ray")
     parser.add_argument("--kills", type=int, default=20, help="on a live cluster")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--flood", type=float, default=0, help="minutes of a flood at a live cluster")
     options = parser.parse_args()
     trace_soak.run(options.requests, options.seed, options.scale, options.traces)
     if options.minutes:
         virtual(options.minutes, options.seed)
     faults = processes(options.process_kills, options.seed) if options.process_kills else 0
     faults += live(options.kills, options.seed) if options.kills else 0
+    faults += flooded(options.flood) if options.flood else 0
     return 1 if faults else 0
 
 

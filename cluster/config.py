@@ -47,6 +47,24 @@ class RouterConfig(FrozenModel):
     max_queued_requests_per_replica: int = Field(64, ge=1, description="The queue cap of each replica, in sequences.")
     admission_wait_ms: float = Field(100, ge=0, le=60_000, description="How long a router holds what no replica takes.")
     max_held_requests: int = Field(1024, ge=0, description="Most requests a router holds at once.")
+    max_num_queued_reqs: int | None = Field(
+        None, ge=1, description="Most sequences that wait in the whole application, held ones included. auto: no bound."
+    )
+
+    @model_validator(mode="after")
+    def _routers_have_a_part(self) -> RouterConfig:
+        bound = self.max_num_queued_reqs
+        if bound is not None and bound < self.replicas:
+            raise ValueError(
+                f"max_num_queued_reqs is {bound}, and the {self.replicas} routers share it; allowed: at least "
+                f"{self.replicas}, or auto"
+            )
+        return self
+
+    @property
+    def most_waiting_per_router(self) -> int | None:
+        """Each router's part of `max_num_queued_reqs`: all together are never above it."""
+        return None if self.max_num_queued_reqs is None else self.max_num_queued_reqs // self.replicas
 
 
 class HttpConfig(FrozenModel):

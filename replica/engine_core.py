@@ -13,6 +13,7 @@ from itertools import chain
 from replica.admission import Admission, Refused
 from replica.block_hash import chain_packed, root_hash
 from replica.block_manager import BlockManager
+from replica.cap_use import CapUse
 from replica.config import AdmissionConfig, EngineConfig, SchedulerConfig
 from replica.deadlines import Deadlines
 from replica.drain_forecast import DrainForecast, Room, rate_at_once
@@ -73,7 +74,7 @@ class EngineCore:
         self._forecast = DrainForecast()
         self._grammars = GrammarGate()
         self._num_refused = 0
-        self._max_queued_seen = 0
+        self._cap_use = CapUse()
         self._num_resets = 0
 
     @property
@@ -107,6 +108,7 @@ class EngineCore:
         else:
             self._end_queued(shed, FinishReason.SHED, "the request made way for a more urgent one", now)
             self._accept(router_id, request, packed, now)
+        self._note_cap_use(now)
         return SubmitReply(request.request_id, epoch, self.load(now), refusal, message)
 
     def ask(self, router_id: RouterId, ask: Ask) -> None:
@@ -120,7 +122,9 @@ class EngineCore:
         is_open = self._admission.is_ready and not self._admission.is_draining
         while is_open and (leaving := self._gate.make_way()):
             self._end_queued(leaving, FinishReason.SHED, "the request made way for one of another tenant", now)
-        return self._gate.deal(is_open, now)
+        grants = self._gate.deal(is_open, now)
+        self._note_cap_use(now)
+        return grants
 
     def configure(self, scheduler: SchedulerConfig, admission: AdmissionConfig) -> None:
         """Other rules from now on; both are resolved. Safe at any time, also while the runner works on a step.
@@ -195,7 +199,9 @@ class EngineCore:
     def schedule(self, now: float) -> StepPlan | None:
         """The next step for the runner, or None."""
         self.end_overdue(now)
-        return self.scheduler.schedule(now)
+        plan = self.scheduler.schedule(now)
+        self._note_cap_use(now)
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> RouterOutputs:
         """Take in a finished step; what to tell which router."""
@@ -254,6 +260,7 @@ class EngineCore:
         """A snapshot for routers. It goes out with every step, so no walk over sequences but that of the forecast, ten
         times a second while somebody is queued.
         """
+        self._note_cap_use(now)
         scheduler, blocks = self.scheduler, self.blocks.stats()
         waiting = (scheduler.queued, scheduler.returning, scheduler.blocked)
         counters = scheduler.counters
@@ -288,7 +295,7 @@ class EngineCore:
                 "refused": self._num_refused,
                 "prefix_cache_resets": self._num_resets,
                 "waiting_for_grammar": len(scheduler.blocked),
-                "max_queued": self._max_queued_seen,
+                **self._cap_use.counters,
                 "queue_time_s": counters.queue_time_s,
                 "scheduled_sequences": counters.scheduled_sequences,
                 "model_s": self.step_times.model_s,
@@ -309,6 +316,10 @@ class EngineCore:
             kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
             num_permits=self._gate.num_permits,
         )
+
+    def _note_cap_use(self, now: float) -> None:
+        """In `submit` and `deal`, the only ones that take places, and where some become free."""
+        self._cap_use.note(self.scheduler.num_queued, self._gate.num_permits, now)
 
     def _drain_rate(self, now: float) -> float:
         scheduler, forecast = self.scheduler, self._forecast
@@ -392,7 +403,6 @@ class EngineCore:
         self._requests.add((router_id, request.request_id), sequences)
         if request.deadline_s is not None:
             self._deadlines.add(request.deadline_s, sequences[0])
-        self._max_queued_seen = max(self._max_queued_seen, self.scheduler.num_queued)
 
     def _outputs(self, progress: list[Progress]) -> RouterOutputs:
         outputs: RouterOutputs = {}

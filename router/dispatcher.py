@@ -14,6 +14,7 @@ time.
 from __future__ import annotations
 
 from replica.messages import FINAL_REFUSALS, Ask, Grant, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.door import Door
 from router.eligibility import Eligibility
 from router.held_requests import HeldRequests
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
@@ -24,6 +25,7 @@ from router.patience import Patience
 from router.placement import Policy
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.tracked import State, Tracked
+from router.waiting import Waiting
 
 
 class Dispatcher:
@@ -36,6 +38,8 @@ class Dispatcher:
         self._requests: dict[RequestId, Tracked] = {}
         self._held = HeldRequests(config.priority_ageing_s)
         self._eligibility = Eligibility(self._held)
+        self._waiting = Waiting(self._held, config.max_waiting)
+        self._door = Door(config, self._held, self._eligibility, self._waiting)
         self._patience = Patience(config)
         #: what was decided, for `shoal why`; nothing is decided by it
         self.journal = Journal()
@@ -44,7 +48,8 @@ class Dispatcher:
         """Other rules from now on. Nobody is refused for it: who is held already keeps the time he was given, and above
         a lowered `max_held_requests` nobody more is held until enough have left.
         """
-        self._config = self._patience.config = config
+        self._config = self._patience.config = self._door.config = config
+        self._waiting.most = config.max_waiting
         self._policy = policy
         self._held.order_by(config.priority_ageing_s)
 
@@ -74,19 +79,10 @@ class Dispatcher:
         tenant: str = "",
         tenant_weight: float = 1.0,
     ) -> bool:
-        """True if a fresh request would be refused at once: ask before doing work for it, such as tokenization."""
-        if len(self._held) < self._config.max_held_requests:
-            return False
-        if self._held.weaker_than(order_key, tenant, tenant_weight) is not None:
-            return False
-        return not any(
-            view.is_placeable(now)
-            and (
-                view.has_room_for(num_sequences, tenant)
-                or self._eligibility.may_displace(order_key, num_sequences, view)
-            )
-            for view in self.views.values()
-        )
+        """True if a fresh request would be refused at once, or held in vain: ask before doing work for it, such as
+        tokenization.
+        """
+        return self._door.is_closed(self.views.values(), num_sequences, now, order_key, tenant, tenant_weight)
 
     def retry_after_s(self, now: float) -> float:
         """Seconds until the queues in front of a new request have drained, as foreseen; 1 to 60."""
@@ -123,11 +119,16 @@ class Dispatcher:
         self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
         if request.is_overdue(now):
             return self._give_up(request, now)
-        caps = [view.load.queue_cap for view in self.views.values() if view.is_placeable(now)]
-        if caps and num_sequences > max(caps):
-            why = f"{num_sequences} sequences in one request, but the queue of a replica holds at most {max(caps)}"
-            return self._end_with(Refuse(request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why), now)
-        return self._place_or_hold(request, now)
+        verdict = self._door.admit(request, self.views.values(), now)
+        if isinstance(verdict, Refuse):
+            return self._end_with(verdict, now)
+        instructions = [instruction for other in verdict for instruction in self._make_way(other, now)]
+        self._waiting.add(request)
+        return [*instructions, *self._place_or_hold(request, now)]
+
+    def began(self, request_id: RequestId, index: int) -> None:
+        """A sequence of the request has its first token, or its end. Idempotent."""
+        self._waiting.began(request_id, index)
 
     def progressed(self, request_id: RequestId) -> None:
         """Tokens of the request are here."""
@@ -293,12 +294,19 @@ class Dispatcher:
                 f"{request.request_id}: placed or not?"
             )
         self._held.validate()
+        self._waiting.validate()
         for view in self.views.values():
             view.validate(
                 r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id
             )
 
     # ---- inside ----
+
+    def _make_way(self, request: Tracked, now: float) -> list[Instruction]:
+        """Nothing of it has begun, and another one takes its place."""
+        replica_id, request.was_shed = request.replica_id, True
+        told: list[Instruction] = [] if replica_id is None else [SendAbort(request.request_id, replica_id)]
+        return [*told, *self._give_up(request, now)]
 
     def _place_or_hold(self, request: Tracked, now: float, is_replaced: bool = False) -> list[Instruction]:
         if request.is_overdue(now):
@@ -312,8 +320,7 @@ class Dispatcher:
                 weaker = self._held.weaker_than(request.order_key, request.tenant, request.tenant_weight)
                 if weaker is None:
                     return self._give_up(request, now)
-                weaker.was_shed = True
-                instructions = self._give_up(weaker, now)
+                instructions = self._make_way(weaker, now)
             request.state = State.HELD
             self._held.push(request)
             self._note_grounds(request, now, "held")
@@ -398,4 +405,5 @@ class Dispatcher:
         if request is not None:
             self._answered(request)
             self._held.discard(request)
+            self._waiting.discard(request)
         return request

@@ -119,6 +119,11 @@ class HeldRequests:
             return None
         return largest.requests[-1]
 
+    @property
+    def has_classes(self) -> bool:
+        """The policy looks at priorities."""
+        return self._ageing_s is not None
+
     def value(self, order_key: OrderKey) -> float:
         """What the policy makes of a key: smaller goes first."""
         return order_key[2] if self._ageing_s is None else aged_priority(order_key, self._ageing_s)

@@ -107,7 +107,7 @@ class LiveBackend:
         key = (0.0, priority, self._wall_clock())
         if self.dispatcher.is_certainly_full(num_sequences, now, key, tenant, tenant_weight):
             raise QueueFullError(
-                "the router holds as many requests as it may, and every queue is full",
+                "every queue is full, and as many requests wait for a place in them as may hope for one",
                 self.dispatcher.retry_after_s(now),
             )
 
@@ -280,6 +280,7 @@ class LiveBackend:
         for output in outputs:
             if output.stages is not None:
                 self.journal.told(request_id, output.index, replica_id, output.stages)
+                self.dispatcher.began(request_id, output.index)
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
             self.dispatcher.progressed(request_id)

@@ -10,6 +10,8 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
 
     admission_wait_s: float = 0.1
     max_held_requests: int = 1024
+    #: this router's part of the bound on what waits in the whole application, in sequences; None: no bound
+    max_waiting: int | None = None
     #: how long a request that lost its replica waits for another since the last sign that one is being mended. Of a
     #: replacement there is no sign before it is up: 2 to 12 s with the fake runner (the latter on busy cores), and
     #: loading

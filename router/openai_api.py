@@ -47,7 +47,7 @@ DEADLINE_ALLOWED = f"a number above 0, up to {MAX_DEADLINE_MS} (a day)"
 _INT64 = 1 << 63
 _INT64_RANGE = f"an integer from {-_INT64} to {_INT64 - 1}"
 #: with the waiting counted in, a number of this size is still exact to a quarter of a second, however slowly it ages
-_PRIORITIES = 1 << 31
+PRIORITIES = 1 << 31
 #: vLLM's default
 MAX_LOGPROBS = 20
 #: the schemas of tools together may take that many times what one schema may
@@ -134,7 +134,7 @@ class _CommonFields(BaseModel):
     )
     cache_salt: str | None = Field(None, min_length=1, max_length=256, description="a string of 1 to 256 characters")
     priority: int = Field(
-        0, ge=-_PRIORITIES, lt=_PRIORITIES, description=f"an integer from {-_PRIORITIES} to {_PRIORITIES - 1}"
+        0, ge=-PRIORITIES, lt=PRIORITIES, description=f"an integer from {-PRIORITIES} to {PRIORITIES - 1}"
     )
     deadline_ms: float | None = Field(None, gt=0, le=MAX_DEADLINE_MS, description=DEADLINE_ALLOWED)
     request_id: str | None = Field(None, min_length=1, max_length=128, description="a string of 1 to 128 characters")

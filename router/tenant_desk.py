@@ -56,6 +56,11 @@ class TenantDesk:
         """None: it is gone since its key was looked at."""
         return self._book.by_name.get(name)
 
+    def may_enter(self, name: str) -> bool:
+        """Whether `enter` would let it in."""
+        account = self._accounts.get(name)
+        return account is not None and account.may_enter
+
     def enter(self, name: str, now: float) -> Visit:
         """Let in a request of a tenant that is there. Raises TenantConcurrencyError."""
         return self._accounts[name].enter(now)

@@ -96,6 +96,12 @@ class TenantAccount:
         else:
             self._bucket.configure(per_minute, now)
 
+    @property
+    def may_enter(self) -> bool:
+        """Whether `enter` would let a request in."""
+        limit = self.tenant.max_concurrent_requests
+        return limit is None or self.figures.num_running < -(-limit // self._num_routers)
+
     def enter(self, now: float) -> Visit:
         """Let a request in. Raises TenantConcurrencyError."""
         limit = self.tenant.max_concurrent_requests

@@ -5,9 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from replica.errors import InvalidRequestError
-from router.openai_api import ChatOrCompletion
+from router.openai_api import PRIORITIES, ChatOrCompletion
 from router.prepare import PreparedRequest
 from router.tenants import Tenant
+
+#: no priority is smaller
+MOST_URGENT = -PRIORITIES
 
 
 def priority_of(request: ChatOrCompletion, tenant: Tenant, policy: str) -> int:
@@ -26,6 +29,13 @@ def priority_of(request: ChatOrCompletion, tenant: Tenant, policy: str) -> int:
             f"priority is {request.priority}; allowed for the tenant {tenant.name!r}: {low} to {high}.", "priority"
         )
     return request.priority
+
+
+def most_urgent(tenant: Tenant, policy: str) -> int:
+    """No request of the tenant can be more urgent."""
+    if policy != "priority":
+        return 0
+    return MOST_URGENT if tenant.priority is None else tenant.priority[0]
 
 
 def for_tenant(prepared: PreparedRequest, tenant: Tenant, priority: int) -> PreparedRequest:

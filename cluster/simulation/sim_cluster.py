@@ -28,6 +28,8 @@ class SimConfig(FrozenModel):
     window: int | None = None
     policy: str = "least-tokens"
     admission_wait_s: float = 0.1
+    #: of each router (`DispatcherConfig`)
+    max_waiting: int | None = None
     max_held_requests: int = 1024
     network_delay_s: float = 0.0005
     #: kill -9 to broken stream
@@ -48,6 +50,7 @@ class SimCluster:
             dispatcher = Dispatcher(
                 DispatcherConfig(
                     admission_wait_s=config.admission_wait_s,
+                    max_waiting=config.max_waiting,
                     max_held_requests=config.max_held_requests,
                     priority_ageing_s=config.engine.scheduler.class_ageing_s,
                 ),

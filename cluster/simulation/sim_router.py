@@ -12,6 +12,7 @@ from replica.messages import (
     FinishReason,
     GenerateRequest,
     Grant,
+    RefusalReason,
     ReplicaId,
     RequestId,
     RouterId,
@@ -56,6 +57,11 @@ class SimRouter:
         self._records[request_id] = record
         order_key = (0.0, request.priority, request.arrival_s)
         num_tokens = len(request.prompt_token_ids)
+        now, whose = self._events.now, (request.tenant, request.tenant_weight)
+        if self.dispatcher.is_certainly_full(1, now, order_key, *whose):  # as the HTTP edge asks
+            retry_s = self.dispatcher.retry_after_s(now)
+            self._carry_out([Refuse(request_id, RefusalReason.QUEUE_FULL, retry_s, "it would wait in vain")])
+            return
         self._carry_out(
             self.dispatcher.submit(
                 request_id,
@@ -116,6 +122,7 @@ class SimRouter:
         if output.stages is not None:
             record.stages = output.stages
             self.dispatcher.journal.told(output.request_id, output.index, replica_id, output.stages)
+            self.dispatcher.began(output.request_id, output.index)
         if output.new_token_ids:
             self.dispatcher.progressed(output.request_id)
         if output.finish_reason is FinishReason.MOVED:

@@ -23,6 +23,7 @@ CONFIG = DispatcherConfig(
     max_losses=3,
     priority_ageing_s=10.0,
     resume_limit_s=12.0,
+    max_waiting=6,
 )
 
 
@@ -38,6 +39,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.count = 0
         #: request -> (replica, epoch) of the dispatch that has no answer yet, or None
         self.alive: dict[RequestId, tuple[ReplicaId, int] | None] = {}
+        self.sizes: dict[RequestId, int] = {}
         self.begun: set[RequestId] = set()
         self.returning: set[RequestId] = set()
         self.accepted: dict[RequestId, ReplicaId] = {}
@@ -111,6 +113,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         request_id = RequestId(str(self.count))
         self.count += 1
         self.alive[request_id] = None
+        self.sizes[request_id] = n
         self.losses[request_id] = 0
         self.deadlines[request_id] = None if patience is None else self.now + patience
         order_key = (0.0, priority, self.now)
@@ -205,6 +208,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.losses[request_id] = 0
             self.lost_at.pop(request_id, None)
             self.dispatcher.progressed(request_id)
+            for index in range(self.sizes[request_id]):
+                self.dispatcher.began(request_id, index)
         elif what == "finish":
             self.dispatcher.finish(request_id)
             self.end(request_id)
@@ -248,6 +253,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         assert self.dispatcher.num_held == len(waiting), "a request is neither held, sent nor accepted"
         fresh = [request_id for request_id in waiting if request_id not in self.begun | self.returning]
         assert len(fresh) <= CONFIG.max_held_requests
+        unbegun = [request_id for request_id in self.alive if request_id not in self.begun]
+        assert sum(self.sizes[request_id] for request_id in unbegun) <= (CONFIG.max_waiting or 0)
 
     def teardown(self) -> None:
         """Whatever is held ends by time alone: nothing hangs."""

@@ -75,6 +75,7 @@ def test_the_cap_holds_and_is_used(cap: int, num_replicas: int, senders: int, nu
     for replica in cluster.replicas.values():
         load = replica.core.load(cluster.events.now)
         assert load.counters["max_queued"] == cap
+        assert load.counters["max_queue_places"] == cap, "queued and reserved, by the replica itself"
         assert load.num_permits == 0, "a permit did not come back"
     if num_blocks < 100:
         assert sum(r.core.load(0.0).counters["preemptions"] for r in cluster.replicas.values()) > 20
@@ -116,3 +117,23 @@ def test_a_router_that_dies_or_freezes_in_a_flood_gives_its_permits_back(how: st
     after = [queued for when, queued, _ in watch.looks if span_s - 0.5 < when < span_s - 0.1]
     assert sum(after) / len(after) / cap > 0.95
     assert max(queued + permits for _, queued, permits in watch.looks) <= cap
+
+
+def test_the_bound_on_all_that_waits_holds_over_all_routers() -> None:
+    """Held, under way and queued together; each router has a quarter of it."""
+    bound = 12
+    config = SimConfig(engine=engine(cap=64, max_num_seqs=8), num_replicas=2, num_routers=4, max_waiting=bound // 4)
+    cluster = SimCluster(config)
+    most = 0
+
+    def look() -> None:
+        nonlocal most
+        queued = sum(replica.core.load(cluster.events.now).num_queued for replica in cluster.replicas.values())
+        most = max(most, queued + sum(router.dispatcher.num_held for router in cluster.routers.values()))
+
+    for number in range(int(FLOOD_S / TICK_S)):
+        cluster.events.at(number * TICK_S, Rank.TIMER, look)
+    records = cluster.run(flood(4))
+    check_ends(records)
+    assert bound / 2 <= most <= bound
+    assert sum(record.finish_reason is FinishReason.LENGTH for record in records) > 100

@@ -86,7 +86,7 @@ def test_prompts_times_n_in_order() -> None:
     assert [(choice["index"], choice["text"]) for choice in body["choices"]] == [(i, str(i)) for i in range(4)]
     prompts = [small_tokenizer().encode(text) for text in ("one", "two three")]
     assert body["usage"]["prompt_tokens"] == sum(map(len, prompts))
-    assert edge.backend.admissions == [4]
+    assert edge.backend.admissions == [1, 4], "before anything is parsed, and when it is known what is asked for"
 
 
 @pytest.mark.parametrize("path", ["chat", "complete"])
@@ -399,13 +399,27 @@ def test_prompt_that_does_not_fit_is_a_plain_400(stream: bool, caplog: pytest.Lo
     assert edge.chat().status_code == 200
 
 
+@pytest.mark.parametrize("body", [b'{"prompt": ', b'{"prompt": "Hello", "max_tokens": -1}', b'{"prompt": "Hello"}'])
+def test_in_a_flood_nothing_is_parsed_for_a_refusal(body: bytes) -> None:
+    edge = Edge()
+    edge.backend.full = QueueFullError("full", 7.2)
+    headers = {"content-type": "application/json"}
+    response = edge.request("POST", "/v1/completions", content=body, headers=headers)
+    assert_error(response, 503, None, "queue_full")
+    assert response.headers["retry-after"] == "8"
+    assert edge.backend.admissions == [1]
+    assert (
+        edge.request("POST", "/v1/completions", content=body, headers={"content-type": "text/plain"}).status_code == 415
+    )
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_unknown_model_is_404_and_touches_no_replica(stream: bool) -> None:
     edge = Edge()
     assert_error(edge.chat(model="no-such-model", stream=stream), 404, "model", "model_not_found")
     assert_error(edge.get("/v1/models/no-such-model"), 404, "model", "model_not_found")
     assert edge.backend.requests == []
-    assert edge.backend.admissions == []
+    assert edge.backend.admissions == [1], "only what any request is asked first"
 
 
 def test_unknown_routes_and_methods() -> None:
