@@ -180,8 +180,8 @@ CHOICES: dict[str, str] = {
 ENDPOINTS: tuple[tuple[str, str, str], ...] = (
     ("POST /v1/completions", "a completion", SAME),
     ("POST /v1/chat/completions", "a chat", SAME),
-    ("GET /v1/models", "names that are served", "without `permission`"),
-    ("GET /v1/models/{name}", "one of them, or 404", NONE),
+    ("GET /v1/models", "names that are served; 503 while no replica is up", "without `permission`"),
+    ("GET /v1/models/{name}", "one of them, 404, or 503 while no replica is up", NONE),
     ("POST /tokenize", "text or messages to token ids", SAME),
     ("POST /detokenize", "token ids to text", SAME),
     ("GET /health", "200, or 503 when no replica is up; says how many are", "empty body"),

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
-from replica.errors import DeadlineExceededError, QueueFullError, ReplicaLostError, ShoalError
+from replica.errors import DeadlineExceededError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -33,7 +33,7 @@ from router.engine_metrics import render_metrics
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import FAILED, REFUSED
 from router.live_stream import LiveStream
-from router.outcomes import final_error, refusal_error
+from router.outcomes import failure_error, final_error, refusal_error
 from router.questions import Answers, Questions
 from router.replica_client import ReplicaClient
 from router.replica_view import ReplicaView
@@ -207,14 +207,14 @@ class LiveBackend:
         self._carry_out(self.dispatcher.on_stopping(now + within_s, now))
 
     async def close(self) -> None:
-        """End all streams to replicas; unfinished requests fail."""
+        """End all streams to replicas; unfinished requests fail, or are refused if they have no token yet."""
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        for request_id in list(self._streams):
+        for request_id, stream in list(self._streams.items()):
             self.dispatcher.abort(request_id)
-            self._end(request_id, ReplicaLostError("the router stops"))
+            self._end(request_id, (ReplicaLostError if stream.has_begun else NoReplicaError)("the router stops"))
         for replica_id in list(self._clients):
             self._drop_client(replica_id)
         await asyncio.gather(*self._closing, return_exceptions=True)
@@ -352,8 +352,8 @@ class LiveBackend:
                     self._clients[replica_id].send(Abort(request_id))
             case Refuse(request_id=request_id):
                 self._end(request_id, refusal_error(instruction))
-            case Fail(request_id=request_id, message=message):
-                self._end(request_id, ReplicaLostError(message))
+            case Fail(request_id=request_id):
+                self._end(request_id, failure_error(instruction))
 
     def _end_broken(self, request_id: RequestId, error: Exception) -> None:
         """A mistake of ours with one request ends this one. Raised any further it would cut the link to a replica, and

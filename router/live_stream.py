@@ -39,6 +39,11 @@ class LiveStream:
         """Every sequence has its finish reason."""
         return not self._unfinished
 
+    @property
+    def has_begun(self) -> bool:
+        """A token came."""
+        return any(self._emitted.values())
+
     def wants(self, index: int) -> bool:
         """False for a sequence that ended, here or at the replica."""
         return index in self._unfinished
