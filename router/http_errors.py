@@ -82,7 +82,8 @@ RULES: dict[type[ShoalError], ErrorRule] = {
 INTERNAL = ErrorRule(500, SERVER_ERROR, "internal_error")
 #: Another try would end in the same way. OpenAI's clients repeat any 5xx twice unless `X-Should-Retry` is false: a
 #: request that three replicas died under would be given to nine.
-_NOT_AGAIN = (DeadlineExceededError, LostTooOftenError, NotFiniteError)
+_IN_VAIN = (DeadlineExceededError, LostTooOftenError, NotFiniteError)
+NOT_AGAIN = {"x-should-retry": "false"}
 
 
 class HttpError(Exception):
@@ -140,8 +141,8 @@ def error_response(error: BaseException) -> ErrorResponse:
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
     if isinstance(error, RefusedError):
         headers["retry-after"] = str(retry_after_seconds(error.retry_after_s))
-    elif isinstance(error, _NOT_AGAIN):
-        headers["x-should-retry"] = "false"
+    elif isinstance(error, _IN_VAIN):
+        headers |= NOT_AGAIN
     return ErrorResponse(rule_of(error).status, headers, msgspec.json.encode(error_object(error)))
 
 

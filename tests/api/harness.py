@@ -10,6 +10,7 @@ import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,9 +76,13 @@ class ApiUnderTest:
     def async_client(self, **kwargs: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False, **kwargs)
 
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 30.0) -> T:
         """Run a coroutine on the server's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        return self.start(work).result(timeout_s)
 
     def peek(self, look: Callable[[], T]) -> T:
         """Call `look` on the server's loop: between two events, so that what it sees is consistent."""
