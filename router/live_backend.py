@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from replica.errors import DeadlineExceededError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
@@ -112,7 +113,12 @@ class LiveBackend:
     def health(self) -> Health:
         now = self._clock()
         up = [view for view in self.dispatcher.views.values() if view.is_placeable(now)]
-        return Health(bool(up), {"replicas_up": len(up), "replicas_known": len(self._known)})
+        detail: dict[str, object] = {"replicas_up": len(up), "replicas_known": len(self._known)}
+        if not up:
+            states = Counter(view.state(now) for view in self.dispatcher.views.values())
+            others = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+            detail["reason"] = f"no replica is ready: {others or 'none is connected'}"
+        return Health(bool(up), detail)
 
     def load(self) -> int:
         return self.dispatcher.num_requests

@@ -316,7 +316,9 @@ class RealReplica(ReplicaUnderTest):
 
 
 @contextmanager
-def real_api(folder: Path, *, budget: int = 256, num_blocks: int = 1024, **settings: Any) -> Iterator[ApiUnderTest]:
+def real_api(
+    folder: Path, *, num_replicas: int = 1, budget: int = 256, num_blocks: int = 1024, **settings: Any
+) -> Iterator[ApiUnderTest]:
     """A server over the default model in float32, blocks of 16, prefix caching on. `budget`: tokens of a step."""
     config = EngineConfig(
         model=ModelConfig(dtype="float32"),
@@ -332,6 +334,6 @@ def real_api(folder: Path, *, budget: int = 256, num_blocks: int = 1024, **setti
         vocab_size=facts.vocab_size or tokenizer.num_tokens,
         **settings,
     )
-    replica = RealReplica("replica-0", config, folder)
-    with running(lambda: plane([replica], app_settings, tokenizer, DispatcherConfig(), "auto")) as api:
+    replicas: list[ReplicaUnderTest] = [RealReplica(f"replica-{i}", config, folder) for i in range(num_replicas)]
+    with running(lambda: plane(replicas, app_settings, tokenizer, DispatcherConfig(), "auto")) as api:
         yield api
