@@ -1,4 +1,4 @@
-"""Every case of groups A, B and D has a test named by its id: in this tier, or, where it is a decision alone, a unit."""
+"""Every case of groups A, B and D has a test named by its id: in this tier, or, of decisions alone, among the units."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import httpx
@@ -187,13 +188,17 @@ def test_shed_for_a_tenant() -> None:
             api.until(lambda: len(core.scheduler.running) == 1)
             for number in (1, 2):
                 many.append(pool.submit(asked, api, "many"))
-                api.until(lambda number=number: core.scheduler.num_queued == number)
+                api.until(partial(is_queued, api, number))
             few = pool.submit(asked, api, "few")
             api.until(lambda: any(one.done() for one in many))
             (shed,) = [one for one in many if one.done()]
             check("shed-tenant", shed.result())
             api.replicas[0].runner.open()
             assert few.result().status_code == 200
+
+
+def is_queued(api: ApiUnderTest, number: int) -> bool:
+    return api.replicas[0].engine.core.scheduler.num_queued == number
 
 
 def test_router_busy() -> None:
@@ -203,9 +208,7 @@ def test_router_busy() -> None:
 
 
 def test_tenants() -> None:
-    with fake_api(
-        tenants=desk_of(CONFIG), is_open=False, scheduler={"policy": "priority"}, policy="priority"
-    ) as api:
+    with fake_api(tenants=desk_of(CONFIG), is_open=False, scheduler={"policy": "priority"}, policy="priority") as api:
         first = Client(api, "k-small")
         wait_for_running(api, "small", 1)
         check("tenant-concurrency", asked(api, "k-small"))
@@ -299,22 +302,24 @@ def test_lost() -> None:
         check("lost-alone", sent.result())
 
 
-def test_lost_too_often() -> None:
-    for is_begun in (False, True):
-        with fake_api(is_open=False) as api, Wire(api.port) as wire:
-            runner = api.replicas[0].runner
-            if is_begun:
-                runner.gate.release(3)
-            wire.post(COMPLETIONS, STREAM)
-            api.until(lambda runner=runner, is_begun=is_begun: len(runner.plans) == (4 if is_begun else 1))
-            runner.is_poisoned = True
-            runner.open()
-            if is_begun:
-                assert wire.head()[0] == 200
-                message = check_events("on-lost-too-often", rest(wire))
-            else:
-                message = check("lost-too-often", wire.reply())
-            assert "3 replicas died or failed" in message
+@pytest.mark.parametrize("name", ["lost-too-often", "on-lost-too-often"])
+def test_lost_too_often(name: str) -> None:
+    num_steps = 3 if name == "on-lost-too-often" else 0
+    with fake_api(is_open=False) as api, Wire(api.port) as wire:
+        runner = api.replicas[0].runner
+        for _ in range(num_steps):
+            runner.gate.release()
+        wire.post(COMPLETIONS, STREAM)
+        api.until(lambda: len(runner.plans) == num_steps + 1)
+        runner.is_poisoned = True
+        runner.open()
+        if num_steps:
+            assert wire.head()[0] == 200
+            message = check_events(name, rest(wire))
+        else:
+            message = check(name, wire.reply())
+        assert "3 replicas died or failed" in message
+        assert api.backend.health().ok, "the replica lives"
 
 
 @pytest.mark.parametrize("name", ["on-lost", "on-lost-alone", "lost-whole"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -46,7 +45,8 @@ def test_killed() -> None:
             assert tokens_of(next(lines))
             whole = client.build_request("POST", "/v1/completions", json=body(2, 4000))
             answers: list[int] = []
-            pending = _in_thread(lambda whole=whole, answers=answers: answers.append(_status(client, whole)))
+            pending = threading.Thread(target=_put_status, args=(client, whole, answers))
+            pending.start()
             wait_until(lambda: shoal.status()["requests"] == 2, 20, "both requests under way")
             os.kill(victim, signal.SIGKILL)
             rest: list[str] = []
@@ -60,18 +60,12 @@ def test_killed() -> None:
             wait_until(lambda: is_at_baseline(shoal), 20, "pools at baseline")
 
 
-def _in_thread(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work)
-    thread.start()
-    return thread
-
-
-def _status(client: httpx.Client, request: httpx.Request) -> int:
+def _put_status(client: httpx.Client, request: httpx.Request, answers: list[int]) -> None:
     """0: the connection was cut before a status line."""
     try:
-        return client.send(request).status_code
+        answers.append(client.send(request).status_code)
     except httpx.TransportError:
-        return 0
+        answers.append(0)
 
 
 def _answers(shoal: ShoalProcess) -> bool:
