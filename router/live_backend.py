@@ -72,6 +72,8 @@ class LiveBackend:
         self._questions = Questions(lambda replica_id, message: self._clients[replica_id].send(message))
         self._names = SequenceNames()
         self._timer: asyncio.TimerHandle | None = None
+        #: when it strikes, by our clock
+        self._timer_at: float | None = None
         self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -377,6 +379,9 @@ class LiveBackend:
 
     def _set_timer(self) -> None:
         deadline = self.dispatcher.next_deadline()
+        if deadline == self._timer_at:
+            return
+        self._timer_at = deadline
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -384,6 +389,7 @@ class LiveBackend:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self._clock()), self._on_time)
 
     def _on_time(self) -> None:
+        self._timer_at = None  # it may have been the timer, which strikes once
         self._carry_out(self.dispatcher.on_time(self._clock()))
 
     async def _tick(self) -> None:
