@@ -184,7 +184,7 @@ ENDPOINTS: tuple[tuple[str, str, str], ...] = (
     ("GET /v1/models/{name}", "one of them, 404, or 503 while no replica is up", NONE),
     ("POST /tokenize", "text or messages to token ids", SAME),
     ("POST /detokenize", "token ids to text", SAME),
-    ("GET /health", "200, or 503 when no replica is up; says how many are", "empty body"),
+    ("GET /health", "200, or 503 when no replica is up; says how many are, and what the others do", "empty body"),
     ("GET, POST /ping", "the same", SAME),
     ("GET /version", "", SAME),
     ("GET /load", "requests in this router", "only when switched on"),

@@ -27,10 +27,11 @@ from replica.messages import (
     SubmitReply,
     UpMessage,
 )
+from router.audit import audit
 from router.backend import Health
 from router.cache_reset import CacheResets
 from router.dispatcher import Dispatcher
-from router.engine_metrics import render_metrics
+from router.engine_metrics import RouterFigures, render_metrics
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import FAILED, REFUSED
 from router.live_stream import LiveStream
@@ -42,6 +43,9 @@ from router.sequence_names import SequenceNames
 from router.why import explain, living, num_living
 
 logger = logging.getLogger(__name__)
+
+#: so many seconds lie between two looks at the books
+_AUDIT_BEATS = 60
 
 
 class LiveBackend:
@@ -76,6 +80,8 @@ class LiveBackend:
         self._timer_at: float | None = None
         self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
         self._closing: set[asyncio.Task[None]] = set()
+        #: what was found lost, by what: nothing, if we made no mistake
+        self.num_leaks: Counter[str] = Counter()
 
     # ---- router.backend.Backend ----
 
@@ -125,8 +131,13 @@ class LiveBackend:
     def load(self) -> int:
         return self.dispatcher.num_requests
 
+    def audit(self) -> Counter[str]:
+        """What is lost now, by what."""
+        return audit(self.dispatcher, self._streams, self._names, self._clients)
+
     def metrics_text(self) -> bytes:
-        return render_metrics(self.dispatcher, self._known, self._model_name, self.router_id, self.config_number)
+        own = RouterFigures(self.router_id, self.config_number, self.num_leaks)
+        return render_metrics(self.dispatcher, self._known, self._model_name, own)
 
     async def reset_prefix_cache(self, timeout_s: float) -> int:
         return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
@@ -175,6 +186,7 @@ class LiveBackend:
             "requests": self.dispatcher.num_requests,
             "held": self.dispatcher.num_held,
             "config": f"{self.config_number:08x}",
+            "leaks": dict(self.num_leaks),
             "replicas": replicas,
         }
 
@@ -224,6 +236,7 @@ class LiveBackend:
             self.dispatcher.abort(request_id)
             self._end(request_id, (ReplicaLostError if stream.has_begun else NoReplicaError)("the router stops"))
         for replica_id in list(self._clients):
+            self.dispatcher.on_lost(replica_id, self._clock())  # who comes yet is told that no replica is there
             self._drop_client(replica_id)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
@@ -393,7 +406,11 @@ class LiveBackend:
         self._carry_out(self.dispatcher.on_time(self._clock()))
 
     async def _tick(self) -> None:
-        """Silence sends no message: look at the clock once a second."""
+        """Silence sends no message: look at the clock once a second, and once a minute at the books."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            self._on_time()
+            for _ in range(_AUDIT_BEATS):
+                await asyncio.sleep(HEARTBEAT_S)
+                self._on_time()
+            if found := self.audit():
+                logger.error("the books of this router do not agree: %s", dict(found))
+                self.num_leaks += found

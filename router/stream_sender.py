@@ -87,7 +87,9 @@ class StreamSender:
 
     async def _send_watched(self, message: dict[str, object]) -> None:
         if self._taken is not None:
-            await self._taken.wait()
+            await (
+                self._taken.wait()
+            )  # no deadline: a client may read as slowly as it likes; if it leaves, we are cancelled
         self._taken = taken = asyncio.Event()
 
         def on_taken() -> None:

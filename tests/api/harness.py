@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import httpx
 import uvicorn
 
+from replica.audit import audit
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner
@@ -131,6 +132,9 @@ class ApiUnderTest:
         assert self.peek(self.leftovers) == []
         for replica in self.replicas:
             self.peek(replica.engine.core.validate)
+            assert self.peek(lambda replica=replica: audit(replica.engine.core, replica.engine._links)) == {}
+        self.peek(self.backend.dispatcher.validate)
+        assert self.peek(self.backend.audit) == {}
         assert self.peek(lambda: self.complaints) == []
 
     def counter(self, name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+import replica.engine
 from cluster.config import load
 from router.dispatcher import DispatcherConfig
 from router.tenants import hashed
@@ -70,8 +72,8 @@ def crowd(api: ApiUnderTest) -> Iterator[Crowd]:
     with ThreadPoolExecutor(8) as pool:
         them = Crowd(api, pool)
         yield them
-        for replica in api.replicas:
-            replica.runner.open()
+        for each in api.replicas:
+            each.runner.open()
         assert all(one.result().status_code in (200, 503, 504) for one in them.all)
 
 
@@ -113,12 +115,12 @@ def test_full() -> None:
 @pytest.mark.parametrize("how", ["none-there", "draining", "mending", "stopping"])
 def test_no_replica(how: str) -> None:
     with fake_api(num_replicas=int(how != "none-there"), dispatcher=SHORT) as api:
-        for replica in api.replicas:
+        for each in api.replicas:
             if how == "mending":
-                api.peek(replica.engine.core.pause)
-                api.peek(replica.engine._send_load)
+                api.peek(each.engine.core.pause)
+                api.peek(each.engine._send_load)
             else:
-                api.run(replica.engine.drain(0.0))
+                api.run(each.engine.drain(0.0))
         if how == "stopping":
             api.peek(lambda: api.backend.stop_holding(0.0))
         api.until(lambda: not api.backend.health().ok)
@@ -135,6 +137,9 @@ def test_the_router_stops() -> None:
         held = them.send_held()
         api.run(api.backend.close())
         check("router-stops", held.result())
+    with fake_api(dispatcher=SHORT) as api:
+        api.run(api.backend.close())
+        check("router-stops", complete(api))
     with fake_api(is_open=False) as api, Wire(api.port) as wire:
         api.replicas[0].runner.gate.release(3)
         wire.post(COMPLETIONS, STREAM)
@@ -263,6 +268,17 @@ def test_what_can_never_be() -> None:
         check("grammar", complete(api, structured_outputs={"regex": "("}))
 
 
+def test_a_grammar_that_takes_for_ever_ends_its_request_and_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given back as by a loss, three times; the router's own check has bounds, so this needs a very busy machine."""
+    monkeypatch.setattr(replica.engine, "GRAMMAR_S", 0.05)
+    for_ever = threading.Event()
+    with fake_api() as api:
+        monkeypatch.setattr(api.replicas[0].runner, "prepare_grammar", lambda grammar: for_ever.wait(20))
+        check("lost-too-often", complete(api, response_format={"type": "json_object"}))
+        assert complete(api, max_tokens=2).status_code == 200
+        for_ever.set()
+
+
 def test_not_finite() -> None:
     with fake_api(is_open=False) as api:
         runner = api.replicas[0].runner
@@ -290,11 +306,11 @@ def test_a_step_fails(fake: ApiUnderTest) -> None:
 def test_lost() -> None:
     with fake_api(num_replicas=2, is_open=False) as api, crowd(api) as them:
         sent = them.send()
-        api.until(lambda: any(replica.runner.plans for replica in api.replicas))
-        (dying,) = [replica for replica in api.replicas if replica.runner.plans]
+        api.until(lambda: any(each.runner.plans for each in api.replicas))
+        (dying,) = [each for each in api.replicas if each.runner.plans]
         api.run(dying.die())
-        for replica in api.replicas:
-            replica.runner.open()
+        for each in api.replicas:
+            each.runner.open()
         check("lost", sent.result())
     with fake_api(is_open=False, dispatcher=ALONE) as api, crowd(api) as them:
         sent = them.send_running()
@@ -326,16 +342,16 @@ def test_lost_too_often(name: str) -> None:
 def test_lost_after_tokens(name: str) -> None:
     config = DispatcherConfig() if name == "on-lost" else ALONE
     with fake_api(num_replicas=1 + (name == "on-lost"), is_open=False, dispatcher=config) as api:
-        for replica in api.replicas:
-            replica.runner.gate.release(3)
+        for each in api.replicas:
+            each.runner.gate.release(3)
         with Wire(api.port) as wire:
             wire.post(COMPLETIONS, {**STREAM, "stream": name != "lost-whole"})
-            api.until(lambda: any(len(replica.runner.plans) == 4 for replica in api.replicas))
-            (dying,) = [replica for replica in api.replicas if len(replica.runner.plans) == 4]
+            api.until(lambda: any(len(each.runner.plans) == 4 for each in api.replicas))
+            (dying,) = [each for each in api.replicas if len(each.runner.plans) == 4]
             api.until(lambda: all(stream.has_begun for stream in api.backend._streams.values()))
             api.run(dying.die())
-            for replica in api.replicas:
-                replica.runner.open()
+            for each in api.replicas:
+                each.runner.open()
             if name == "lost-whole":
                 check(name, wire.reply())
             else:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 
+from replica.audit import audit
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner
@@ -112,6 +113,14 @@ class ClusterUnderTest:
         self.replicas = replicas
         self.routers = routers
 
+    def check_books(self) -> None:
+        """Nothing is lost, whatever is still under way."""
+        for replica in self.replicas:
+            assert audit(replica.engine.core, replica.engine._links) == {}
+        for router in self.routers:
+            router.dispatcher.validate()
+            assert router.audit() == {}
+
     def publish_view(self, *absent: str) -> None:
         """What Serve's membership would tell every router: all replicas but `absent`."""
         view = {
@@ -152,6 +161,7 @@ async def cluster(
         for router in routers:
             await until(lambda router=router: router.health().detail["replicas_up"] == num_replicas)
         yield under_test
+        under_test.check_books()
     finally:
         for router in routers:
             await router.close()

@@ -430,7 +430,7 @@ def test_who_was_refused_for_queued_tokens_does_not_come_back_to_push_without_ne
 
 
 def test_a_message_of_one_replica_asks_no_other() -> None:
-    """Each is asked once about who is held, then again when there is news of it or of who is held, or after a second."""
+    """Each is asked once about who is held; again when there is news of it or of who is held, or after a second."""
     dispatcher = make(A, B, admission_wait_s=60.0)
     for replica_id in (A, B):
         dispatcher.on_load(replica_id, FULL, 0.0)
