@@ -8,6 +8,7 @@ import pytest
 
 from replica.errors import QueueFullError
 from router.dispatcher import DispatcherConfig
+from router.instructions import Instruction
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
 
 pytestmark = pytest.mark.anyio
@@ -53,7 +54,12 @@ async def test_nobody_polls_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None
         tasks = [asyncio.create_task(backend.generate(request(f"q{i}", [i], 1, arrival=i))) for i in range(5)]
         await until(lambda: backend.dispatcher.num_held == 3)
         times: list[float] = []
-        monkeypatch.setattr(backend.dispatcher, "on_time", lambda now: times.append(now) or [])
+
+        def on_time(now: float) -> list[Instruction]:
+            times.append(now)
+            return []
+
+        monkeypatch.setattr(backend.dispatcher, "on_time", on_time)
         runner.open()
         for task in tasks:
             assert len((await collect(await task))[0]) == 1

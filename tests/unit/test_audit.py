@@ -84,7 +84,7 @@ def test_what_a_router_lost_is_found() -> None:
     assert lost_by(dispatcher, streams={"q0"}) == {"requests": 1}
     assert lost_by(dispatcher, links=()) == {"placed": 1}
     names = SequenceNames()
-    names.expand(A, StepOutput("i", ReplicaLoad(), [Output(RequestId("old"), 0, [1], seq_id=3)]), {"old"})
+    names.expand(A, StepOutput("i", ReplicaLoad(), [Output(RequestId("old"), 0, [1], seq_id=3)]), {RequestId("old")})
     assert lost_by(dispatcher, names=names) == {"names": 1}
     dispatcher.views[A].unanswered_sequences = 3
     assert lost_by(dispatcher) == {"unanswered": 2}
