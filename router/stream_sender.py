@@ -87,9 +87,8 @@ class StreamSender:
 
     async def _send_watched(self, message: dict[str, object]) -> None:
         if self._taken is not None:
-            await (
-                self._taken.wait()
-            )  # no deadline: a client may read as slowly as it likes; if it leaves, we are cancelled
+            # no deadline: a client may read as slowly as it likes; if it leaves, we are cancelled
+            await self._taken.wait()
         self._taken = taken = asyncio.Event()
 
         def on_taken() -> None:
