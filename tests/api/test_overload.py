@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -85,17 +85,22 @@ def one_at_a_time(dispatcher: DispatcherConfig, cap: int = 1, **more: Any) -> It
         yield api, them
 
 
+@cache
+def functions_of(path: str) -> dict[str, str]:
+    """Name -> source of each function of a file, decorators included."""
+    return {
+        node.name: "".join(ast.unparse(part) for part in [*node.decorator_list, node]).replace("'", '"')
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+
+
 def test_each_row_names_a_test_that_checks_it() -> None:
     table = rows()
     assert len(table) > 40
     for row in table.values():
         path, _, name = row.test.partition("::")
-        source = (ROOT / path).read_text(encoding="utf-8")
-        functions = {
-            node.name: "".join(ast.get_source_segment(source, part) or "" for part in [*node.decorator_list, node])
-            for node in ast.parse(source).body
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        }
+        functions = functions_of(path)
         assert name in functions, f"{row.name}: there is no {row.test}"
         if path == "tests/api/test_overload.py":
             assert f'"{row.name}"' in functions[name], f"{row.test} says nothing of {row.name}"
