@@ -27,6 +27,8 @@ from replica.errors import ConfigError, ShoalError
 
 #: how long a single question to all routers or replicas may take
 _ASK_S = 10.0
+#: and how long Serve's controller may take to take a change: it does so in 10 ms, unless it is dead
+_CONTROLLER_S = 30.0
 #: the same while a change is confirmed: one that is stopped must not keep the others' news from us for long
 _ASK_AGAIN_S = 3.0
 _DEPLOYMENTS = ("Replica", "Router")
@@ -179,7 +181,11 @@ def _submit(overlay: Mapping[str, Any]) -> None:
             message.route_prefix = route
         deployments.append(message.SerializeToString())
     application = protocol.ApplicationArgs(external_scaler_enabled=False).SerializeToString()
-    ray.get(client._controller.deploy_applications.remote({APP_NAME: deployments}, {APP_NAME: application}))
+    told = client._controller.deploy_applications.remote({APP_NAME: deployments}, {APP_NAME: application})
+    try:
+        ray.get(told, timeout=_CONTROLLER_S)
+    except ray.exceptions.GetTimeoutError:
+        raise ShoalError(f"Serve's controller did not take the change within {_CONTROLLER_S:g} s") from None
 
 
 def _confirm(confirmation: Confirmation) -> Confirmed:

@@ -32,7 +32,8 @@ async def _tell_routers(app_name: str, drain_s: float) -> None:
         async with asyncio.timeout(_TELL_S):
             await handle.broadcast("stopping", drain_s).results_async(return_exceptions=True)
     with contextlib.suppress(Exception):
-        await handle.shutdown_async()
+        async with asyncio.timeout(_TELL_S):
+            await handle.shutdown_async()
 
 
 def delete_application(name: str, drain_s: float) -> None:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from replica.audit import audit
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.errors import EngineError, InvalidRequestError, RanksLostError
@@ -44,6 +45,10 @@ MAX_FAILED_STEPS = 3
 #: after its runner was mended a draining replica waits so long for what it gave back: on busy cores a router hears
 #: after up to 0.8 s
 COME_BACK_S = 2.0
+#: so many seconds lie between two looks at the books
+_AUDIT_BEATS = 60
+#: the router lets nothing pass that takes it 2 s; with all cores busy it may be ten times as long here
+GRAMMAR_S = 30.0
 #: what `drain` allows for the end of the last step and for the last messages
 _LAST_STEP_S = 5.0
 _FLUSH_S = 2.0
@@ -186,7 +191,9 @@ class Engine:
             logger.warning("drain: a router did not take its last messages within %s s", _FLUSH_S)
 
     async def close(self) -> None:
-        """Stop stepping and free the device, whatever is running."""
+        """Stop stepping and free the device, whatever is running. Waits for the step that runs: if that hangs, Serve
+        ends the process after `graceful_shutdown_timeout_s`.
+        """
         tasks = [*self._tasks, *self._compilations]
         for task in tasks:
             task.cancel()
@@ -207,7 +214,8 @@ class Engine:
         """Steps go on meanwhile."""
         error = None
         try:
-            await self._runner.prepare_grammar(grammar)
+            async with asyncio.timeout(GRAMMAR_S):
+                await self._runner.prepare_grammar(grammar)
         except asyncio.CancelledError:
             raise
         except InvalidRequestError as invalid:
@@ -261,7 +269,7 @@ class Engine:
                     if not self.core.num_unfinished:
                         self._idle.set()
                     self._wake.clear()
-                    await self._wake.wait()
+                    await self._wake.wait()  # no deadline: whatever brings work calls `_kick`
                     continue
                 outputs = await self._step(plan, outputs, planned_s)
                 if self._runner.is_lost:
@@ -284,7 +292,7 @@ class Engine:
         future = self._runner.execute(plan)
         self._publish(previous)
         try:
-            result = await future
+            result = await future  # no deadline: `check_health` sees a step that hangs, and Serve ends the process
         except RanksLostError:
             self._num_failed_steps += 1
             self._last_step_end = None
@@ -340,9 +348,17 @@ class Engine:
 
     async def _heartbeat(self) -> None:
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            if self._failure is None and self._step_age_s() < STALLED_STEP_S:
-                self._schedule_load()
+            for _ in range(_AUDIT_BEATS):
+                await asyncio.sleep(HEARTBEAT_S)
+                if self._failure is None and self._step_age_s() < STALLED_STEP_S:
+                    self._schedule_load()
+            self._look_at_books()
+
+    def _look_at_books(self) -> None:
+        if found := audit(self.core, self._links):
+            logger.error("the books of this replica do not agree: %s", dict(found))
+            for what, count in found.items():
+                self.core.num_leaks[what] = self.core.num_leaks.get(what, 0) + count
 
     def _publish(self, outputs: RouterOutputs) -> None:
         now = self._clock()

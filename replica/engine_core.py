@@ -76,6 +76,8 @@ class EngineCore:
         self._num_refused = 0
         self._cap_use = CapUse()
         self._num_resets = 0
+        #: by what was lost (`replica/audit.py`); the shell looks
+        self.num_leaks: dict[str, int] = {}
 
     @property
     def has_work(self) -> bool:
@@ -304,6 +306,7 @@ class EngineCore:
                 "config_number": self.config_number,
                 "prompt_token_limit": scheduler.prompt_token_limit,
                 **self.runner_counters,
+                **{f"leaks_{what}": count for what, count in self.num_leaks.items()},
                 **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
             },
             step_token_counts=counters.step_token_counts.copy(),

@@ -16,6 +16,7 @@
     │       └── TenantTokensError        as many tokens a minute as it may have
     ├── DeadlineExceededError        the request's own deadline, or that of a question to replicas, passed
     ├── ReplicaLostError             the replica died and the request could not be continued elsewhere
+    │   └── LostTooOftenError        replica after replica died or failed under it
     ├── EngineError                  the model runner raised; the sequences of that step are gone
     │   ├── NotFiniteError           the model computed NaN or infinity for this request, and would again
     │   └── RanksLostError           ranks of a tensor-parallel group died, stopped or hung; the group is restarted
@@ -116,6 +117,10 @@ class DeadlineExceededError(ShoalError):
 
 class ReplicaLostError(ShoalError):
     """The replica that worked on the request is gone, and so are the attempts to continue elsewhere."""
+
+
+class LostTooOftenError(ReplicaLostError):
+    """As many replicas in a row as may be died or failed under the request: it may be what ends them."""
 
 
 class EngineError(ShoalError):

@@ -64,4 +64,4 @@ class RouterLink:
             if self._closed:
                 return
             self._ready.clear()
-            await self._ready.wait()
+            await self._ready.wait()  # no deadline: the end of the stream closes the link

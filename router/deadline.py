@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from replica.errors import DeadlineExceededError, InvalidRequestError
-from router.http_errors import RULES, HttpError
+from router.http_errors import NOT_AGAIN, RULES, HttpError
 from router.openai_api import DEADLINE_ALLOWED, MAX_DEADLINE_MS, ChatOrCompletion
 from router.sentences import short
 
@@ -40,7 +40,7 @@ def late_body() -> HttpError:
     """The same answer for a body that has not come in time, of which the rest is not waited for."""
     rule = RULES[DeadlineExceededError]
     message = "The deadline passed before the request was read."
-    return HttpError(rule.status, message, rule.code, {"connection": "close"}, rule.type)
+    return HttpError(rule.status, message, rule.code, {"connection": "close", **NOT_AGAIN}, rule.type)
 
 
 def deadline_of(request: ChatOrCompletion, header_ms: float | None, arrived_s: float, now_s: float) -> float | None:

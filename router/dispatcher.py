@@ -14,9 +14,11 @@ time.
 from __future__ import annotations
 
 from replica.messages import FINAL_REFUSALS, Ask, Grant, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from router.ask_round import AskRound
 from router.door import Door
 from router.eligibility import Eligibility
 from router.held_requests import HeldRequests
+from router.hold_times import HoldTimes
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
 from router.last_word import last_word, retry_after_s
@@ -41,6 +43,8 @@ class Dispatcher:
         self._waiting = Waiting(self._held, config.max_waiting)
         self._door = Door(config, self._held, self._eligibility, self._waiting)
         self._patience = Patience(config)
+        self._hold_times = HoldTimes(self._patience)
+        self._ask_round = AskRound(self._held, self._eligibility)
         #: what was decided, for `shoal why`; nothing is decided by it
         self.journal = Journal()
 
@@ -52,6 +56,8 @@ class Dispatcher:
         self._waiting.most = config.max_waiting
         self._policy = policy
         self._held.order_by(config.priority_ageing_s)
+        self._hold_times.again(self._held)
+        self._ask_round.all_again()
 
     @property
     def num_held(self) -> int:
@@ -232,8 +238,7 @@ class Dispatcher:
 
     def asks(self, now: float) -> list[tuple[ReplicaId, Ask]]:
         """What to tell replicas of permits and of who is held: take it after each batch of instructions."""
-        open_views = [view for view in self.views.values() if view.is_placeable(now)]
-        return [(view.replica_id, ask) for view in open_views for ask in self._eligibility.asks(view, now)]
+        return self._ask_round.asks(self.views, now)
 
     # ---- who is there ----
 
@@ -256,6 +261,7 @@ class Dispatcher:
     def on_stopping(self, at: float, now: float) -> list[Instruction]:
         """The server stops, nothing will be replaced: what is held ends by `at`, whatever it waits for."""
         self._patience.stop(at)
+        self._hold_times.again(self._held)
         return self.on_time(now)
 
     def on_lost(self, replica_id: ReplicaId, now: float) -> list[Instruction]:
@@ -271,15 +277,15 @@ class Dispatcher:
 
     def next_deadline(self) -> float | None:
         """When a held request's time is up, in the caller's clock. For silence call `on_time` once a second."""
-        return min((at for r in self._held if (at := self._patience.ends_at(r)) is not None), default=None)
+        return self._hold_times.next()
 
     def on_time(self, now: float) -> list[Instruction]:
         """Give up on requests that were held too long, and on replicas that have been silent too long."""
         instructions: list[Instruction] = []
         is_vain = self._patience.is_stopping and not any(view.may_take_back(now) for view in self.views.values())
-        for request in self._held:
-            if is_vain or ((ends_at := self._patience.ends_at(request)) is not None and ends_at <= now):
-                instructions += self._give_up(request, now)
+        self._ask_round.all_again()
+        for request in self._held if is_vain else self._hold_times.due(now):
+            instructions += self._give_up(request, now)
         for view in self.views.values():
             silence = now - view.load_at
             if view.is_connected and silence > MAX_SILENCE_S:
@@ -295,6 +301,7 @@ class Dispatcher:
             )
         self._held.validate()
         self._waiting.validate()
+        self._hold_times.validate(self._held)
         for view in self.views.values():
             view.validate(
                 r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id
@@ -325,13 +332,14 @@ class Dispatcher:
             self._held.push(request)
             self._note_grounds(request, now, "held")
         self._patience.begin(request, now, is_replaced)
-        if (ends_at := self._patience.ends_at(request)) is not None and ends_at <= now:
+        if (ends_at := self._hold_times.add(request)) is not None and ends_at <= now:
             instructions += self._give_up(request, now)
         return instructions
 
     def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
         """A replica has news: it takes held requests, the most urgent first, while it has room or they may push."""
         instructions: list[Instruction] = []
+        self._ask_round.news(view.replica_id)
         takes_back = view.takes_back(now)
         if not self._held or not (takes_back or view.is_placeable(now)):
             return instructions
@@ -374,6 +382,7 @@ class Dispatcher:
     def _send(self, request: Tracked, view: ReplicaView, now: float) -> Dispatch:
         self._note_grounds(request, now, "placed", replica=view.replica_id)
         self._held.discard(request)
+        self._hold_times.remove(request)
         request.state = State.SENT
         request.replica_id = view.replica_id
         request.epoch += 1
@@ -406,4 +415,5 @@ class Dispatcher:
             self._answered(request)
             self._held.discard(request)
             self._waiting.discard(request)
+            self._hold_times.remove(request)
         return request

@@ -82,6 +82,8 @@ class Edge:
         """
         if not is_long:
             return function(*args)
+        # no deadline: what a thread does is bounded by the body's length (`max_body_bytes`), a grammar by its worker's
+        # 2 s, and how many wait here by `max_pending_body_bytes`
         await self._turns.acquire()
         try:
             future = asyncio.get_running_loop().run_in_executor(self.threads, function, *args)

@@ -62,8 +62,12 @@ class Eligibility:
         """What to tell the replica of permits and of who is held."""
         for tenant in {*self._held.tenants(), *view.permits.tenants()}:
             waiting, weight = self._held.first_of(tenant, _MAX_WISHES)
+            stock = view.permits.of(tenant)
+            first = next((request for request in waiting if self.may_wish(request, view)), None)
+            if not stock.has_news(None if first is None else self._held.wish(first), view.num_news, now):
+                continue
             wishes = [self._held.wish(request) for request in waiting if self.may_wish(request, view)]
-            if (ask := view.permits.of(tenant).next_ask(wishes, view.num_news, now, weight)) is not None:
+            if (ask := stock.next_ask(wishes, view.num_news, now, weight)) is not None:
                 yield ask
 
     def refused(self, request: Tracked, view: ReplicaView, reason: RefusalReason) -> None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from replica.messages import STEP_SECOND_BOUNDS, STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad
+from router import audit
 from router.dispatcher import Dispatcher
 
 #: what each replica told Serve of itself when it came up
@@ -34,6 +36,10 @@ def _deferred(load: ReplicaLoad) -> float:
 
 def _num_losses(cause: str, load: ReplicaLoad) -> float:
     return load.counters.get(f"rank_losses_{cause}", 0)
+
+
+def _num_leaks(what: str, load: ReplicaLoad) -> float:
+    return load.counters.get(f"leaks_{what}", 0)
 
 
 #: metric name, help text, how to read it from a load
@@ -88,6 +94,8 @@ _GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
         lambda load: load.counters.get("last_mending_s", 0),
     ),
 )
+#: what `replica/audit.py` looks for
+_LEAKS = ("blocks", "requests", "routers", "permits", "grammars", "queue")
 _LOSS_CAUSES = ("gone", "stopped", "silent", "hung", "failed")
 #: metric name, help text, key in `ReplicaLoad.counters`
 _COUNTERS = (
@@ -147,6 +155,13 @@ _BY_LABEL: tuple[
         "cause",
         tuple((cause, partial(_num_losses, cause)) for cause in _LOSS_CAUSES),
     ),
+    (
+        "shoal_leaks",
+        CounterMetricFamily,
+        "Lost in the books of a replica.",
+        "what",
+        tuple((what, partial(_num_leaks, what)) for what in _LEAKS),
+    ),
 )
 
 #: metric name, help text, bounds, how to read the counts from a load, key of the sum in `ReplicaLoad.counters`
@@ -175,15 +190,20 @@ _HISTOGRAMS: tuple[tuple[str, str, tuple[float, ...], Callable[[ReplicaLoad], li
 )
 
 
+class RouterFigures(NamedTuple):
+    """What a router tells of itself beside its dispatcher's. `leaks`: by what (`router/audit.py`)."""
+
+    router_id: str
+    config_number: int = 0
+    leaks: Mapping[str, int] = {}
+
+
 class _Collector(Collector):
-    def __init__(
-        self, dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str, config_number: int
-    ) -> None:
+    def __init__(self, dispatcher: Dispatcher, metadata: Metadata, model_name: str, own: RouterFigures) -> None:
         self._dispatcher = dispatcher
         self._metadata = metadata
         self._model_name = model_name
-        self._router_id = router_id
-        self._config_number = config_number
+        self._own = own
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
@@ -213,11 +233,17 @@ class _Collector(Collector):
         yield self._cache_config()
         for name, text, figure in (
             ("shoal_held_requests", "Requests this router holds.", self._dispatcher.num_held),
-            ("shoal_router_config_number", "Names the configuration in force at this router.", self._config_number),
+            ("shoal_router_config_number", "Names the configuration in force at this router.", self._own.config_number),
         ):
             own = GaugeMetricFamily(name, text, labels=["model_name", "router"])
-            own.add_metric([self._model_name, self._router_id], figure)
+            own.add_metric([self._model_name, self._own.router_id], figure)
             yield own
+        leaks = CounterMetricFamily(
+            "shoal_router_leaks", "Lost in the books of this router.", labels=["model_name", "router", "what"]
+        )
+        for what in audit.WHAT:
+            leaks.add_metric([self._model_name, self._own.router_id, what], self._own.leaks.get(what, 0))
+        yield leaks
 
     def _cache_config(self) -> Metric:
         names = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens", "enable_prefix_caching")
@@ -241,10 +267,8 @@ def _buckets(bounds: tuple[float, ...], counts: list[int]) -> list[tuple[str, fl
     return list(zip(names, map(float, accumulate(counts)), strict=True))
 
 
-def render_metrics(
-    dispatcher: Dispatcher, metadata: Metadata, model_name: str, router_id: str, config_number: int = 0
-) -> bytes:
+def render_metrics(dispatcher: Dispatcher, metadata: Metadata, model_name: str, own: RouterFigures) -> bytes:
     """Prometheus text format."""
     registry = CollectorRegistry()
-    registry.register(_Collector(dispatcher, metadata, model_name, router_id, config_number))
+    registry.register(_Collector(dispatcher, metadata, model_name, own))
     return generate_latest(registry)

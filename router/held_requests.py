@@ -76,6 +76,8 @@ class HeldRequests:
         self._returning = _Line()
         self._fresh: dict[str, _Line] = {}
         self._num_ever = 0
+        #: grows with every change of who is held, and in what order
+        self.num_changes = 0
 
     def __len__(self) -> int:
         return len(self._returning.requests) + sum(len(line.requests) for line in self._fresh.values())
@@ -136,6 +138,7 @@ class HeldRequests:
 
     def push(self, request: Tracked) -> None:
         self._num_ever += 1
+        self.num_changes += 1
         request.held_key = (self.value(request.order_key), self._num_ever)
         if request.is_returning:
             self._returning.push(request)
@@ -149,6 +152,7 @@ class HeldRequests:
         if ageing_s == self._ageing_s:
             return
         self._ageing_s = ageing_s
+        self.num_changes += 1
         for line in (self._returning, *self._fresh.values()):
             for request in line.requests:
                 request.held_key = (self.value(request.order_key), request.held_key[1])
@@ -158,8 +162,10 @@ class HeldRequests:
         """Idempotent."""
         if request in self._returning:
             self._returning.remove(request)
+            self.num_changes += 1
         elif (line := self._fresh.get(request.tenant)) is not None and request in line:
             line.remove(request)
+            self.num_changes += 1
             if not line.requests:
                 del self._fresh[request.tenant]
 

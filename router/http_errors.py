@@ -16,6 +16,7 @@ from replica.errors import (
     DeadlineExceededError,
     EngineError,
     InvalidRequestError,
+    LostTooOftenError,
     ModelLoadError,
     NeverFitsError,
     NoReplicaError,
@@ -42,6 +43,8 @@ SERVER_ERROR = "server_error"
 UNAVAILABLE = "service_unavailable_error"
 #: OpenAI's word; which limit it is says the code
 RATE_LIMIT = "rate_limit_exceeded"
+#: at the end of every refusal that time alone will end
+COME_AGAIN = "Retry-After says in how many seconds to come again."
 
 
 class ErrorRule(msgspec.Struct, frozen=True):
@@ -69,6 +72,7 @@ RULES: dict[type[ShoalError], ErrorRule] = {
     TenantTokensError: ErrorRule(429, RATE_LIMIT, "tenant_tokens"),
     DeadlineExceededError: ErrorRule(504, "timeout_error", "deadline_exceeded"),
     ReplicaLostError: ErrorRule(502, SERVER_ERROR, "replica_lost"),
+    LostTooOftenError: ErrorRule(502, SERVER_ERROR, "replica_lost"),
     EngineError: ErrorRule(500, SERVER_ERROR, "engine_error"),
     NotFiniteError: ErrorRule(500, SERVER_ERROR, "not_finite"),
     RanksLostError: ErrorRule(502, SERVER_ERROR, "replica_lost"),
@@ -76,6 +80,10 @@ RULES: dict[type[ShoalError], ErrorRule] = {
     ConfigError: ErrorRule(500, SERVER_ERROR, "config_error"),
 }
 INTERNAL = ErrorRule(500, SERVER_ERROR, "internal_error")
+#: Another try would end in the same way. OpenAI's clients repeat any 5xx twice unless `X-Should-Retry` is false: a
+#: request that three replicas died under would be given to nine.
+_IN_VAIN = (DeadlineExceededError, LostTooOftenError, NotFiniteError)
+NOT_AGAIN = {"x-should-retry": "false"}
 
 
 class HttpError(Exception):
@@ -118,6 +126,8 @@ def error_object(error: BaseException) -> dict[str, object]:
     rule = rule_of(error)
     known = isinstance(error, (ShoalError, HttpError))
     message = str(error) if known else "The server made an internal error; it was logged."
+    if isinstance(error, RefusedError):
+        message = f"{message[:1].upper()}{message[1:].rstrip('.')}. {COME_AGAIN}"
     if len(message) > MAX_MESSAGE_CHARS:
         message = message[: MAX_MESSAGE_CHARS - 3] + "..."
     param = error.param if isinstance(error, InvalidRequestError) else None
@@ -131,6 +141,8 @@ def error_response(error: BaseException) -> ErrorResponse:
     headers = dict(error.headers) if isinstance(error, HttpError) else {}
     if isinstance(error, RefusedError):
         headers["retry-after"] = str(retry_after_seconds(error.retry_after_s))
+    elif isinstance(error, _IN_VAIN):
+        headers |= NOT_AGAIN
     return ErrorResponse(rule_of(error).status, headers, msgspec.json.encode(error_object(error)))
 
 

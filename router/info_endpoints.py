@@ -8,7 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from replica.errors import InvalidRequestError
+from replica.errors import InvalidRequestError, NoReplicaError
 from router.edge import Edge
 from router.http_errors import HttpError
 from router.openai_api import parse_detokenize, parse_tokenize
@@ -44,11 +44,19 @@ class InfoEndpoints:
         }
 
     async def models(self, request: Request) -> Response:
+        self._check_served()
         cards = [self._card(name) for name in self._edge.settings.served_model_names]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._card(model_name(request.path_params["name"], self._edge.settings)))
+        name = model_name(request.path_params["name"], self._edge.settings)
+        self._check_served()
+        return json_response(self._card(name))
+
+    def _check_served(self) -> None:
+        """Many wait for a server to be ready by asking for its models. Raises NoReplicaError."""
+        if not self._edge.backend.health().ok:
+            raise NoReplicaError("no replica is ready: all of them start, drain or are gone", 2.0)
 
     async def health(self, request: Request) -> Response:
         health = self._edge.backend.health()

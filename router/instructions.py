@@ -33,6 +33,8 @@ class Fail(msgspec.Struct, frozen=True):
 
     request_id: RequestId
     message: str
+    #: replica after replica was lost under it: another try would cost more of them
+    is_lost_too_often: bool = False
 
 
 class SendAbort(msgspec.Struct, frozen=True):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 
-from replica.errors import DeadlineExceededError, QueueFullError, ReplicaLostError, ShoalError
+from replica.errors import DeadlineExceededError, NoReplicaError, QueueFullError, ReplicaLostError, ShoalError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -26,14 +27,15 @@ from replica.messages import (
     SubmitReply,
     UpMessage,
 )
+from router.audit import audit
 from router.backend import Health
 from router.cache_reset import CacheResets
 from router.dispatcher import Dispatcher
-from router.engine_metrics import render_metrics
+from router.engine_metrics import RouterFigures, render_metrics
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.journal import FAILED, REFUSED
 from router.live_stream import LiveStream
-from router.outcomes import final_error, refusal_error
+from router.outcomes import failure_error, final_error, refusal_error
 from router.questions import Answers, Questions
 from router.replica_client import ReplicaClient
 from router.replica_view import MAX_SILENCE_S, ReplicaView
@@ -41,6 +43,9 @@ from router.sequence_names import SequenceNames
 from router.why import explain, living, num_living
 
 logger = logging.getLogger(__name__)
+
+#: so many seconds lie between two looks at the books
+_AUDIT_BEATS = 60
 
 
 class LiveBackend:
@@ -71,10 +76,14 @@ class LiveBackend:
         self._questions = Questions(lambda replica_id, message: self._clients[replica_id].send(message))
         self._names = SequenceNames()
         self._timer: asyncio.TimerHandle | None = None
+        #: when it strikes, by our clock
+        self._timer_at: float | None = None
         #: when this process last looked at the clock: long ago, and it was stopped itself
         self._looked_at = clock()
         self._ticker = asyncio.create_task(self._tick(), name="shoal-router-tick")
         self._closing: set[asyncio.Task[None]] = set()
+        #: what was found lost, by what: nothing, if we made no mistake
+        self.num_leaks: Counter[str] = Counter()
 
     # ---- router.backend.Backend ----
 
@@ -114,13 +123,23 @@ class LiveBackend:
     def health(self) -> Health:
         now = self._clock()
         up = [view for view in self.dispatcher.views.values() if view.is_placeable(now)]
-        return Health(bool(up), {"replicas_up": len(up), "replicas_known": len(self._known)})
+        detail: dict[str, object] = {"replicas_up": len(up), "replicas_known": len(self._known)}
+        if not up:
+            states = Counter(view.state(now) for view in self.dispatcher.views.values())
+            others = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
+            detail["reason"] = f"no replica is ready: {others or 'none is connected'}"
+        return Health(bool(up), detail)
 
     def load(self) -> int:
         return self.dispatcher.num_requests
 
+    def audit(self) -> Counter[str]:
+        """What is lost now, by what."""
+        return audit(self.dispatcher, self._streams, self._names, self._clients)
+
     def metrics_text(self) -> bytes:
-        return render_metrics(self.dispatcher, self._known, self._model_name, self.router_id, self.config_number)
+        own = RouterFigures(self.router_id, self.config_number, self.num_leaks)
+        return render_metrics(self.dispatcher, self._known, self._model_name, own)
 
     async def reset_prefix_cache(self, timeout_s: float) -> int:
         return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
@@ -169,6 +188,7 @@ class LiveBackend:
             "requests": self.dispatcher.num_requests,
             "held": self.dispatcher.num_held,
             "config": f"{self.config_number:08x}",
+            "leaks": dict(self.num_leaks),
             "replicas": replicas,
         }
 
@@ -209,15 +229,16 @@ class LiveBackend:
         self._carry_out(self.dispatcher.on_stopping(now + within_s, now))
 
     async def close(self) -> None:
-        """End all streams to replicas; unfinished requests fail."""
+        """End all streams to replicas; unfinished requests fail, or are refused if they have no token yet."""
         self._ticker.cancel()
         await asyncio.gather(self._ticker, return_exceptions=True)
         if self._timer is not None:
             self._timer.cancel()
-        for request_id in list(self._streams):
+        for request_id, stream in list(self._streams.items()):
             self.dispatcher.abort(request_id)
-            self._end(request_id, ReplicaLostError("the router stops"))
+            self._end(request_id, (ReplicaLostError if stream.has_begun else NoReplicaError)("the router stops"))
         for replica_id in list(self._clients):
+            self.dispatcher.on_lost(replica_id, self._clock())  # who comes yet is told that no replica is there
             self._drop_client(replica_id)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
@@ -355,8 +376,8 @@ class LiveBackend:
                     self._clients[replica_id].send(Abort(request_id))
             case Refuse(request_id=request_id):
                 self._end(request_id, refusal_error(instruction))
-            case Fail(request_id=request_id, message=message):
-                self._end(request_id, ReplicaLostError(message))
+            case Fail(request_id=request_id):
+                self._end(request_id, failure_error(instruction))
 
     def _end_broken(self, request_id: RequestId, error: Exception) -> None:
         """A mistake of ours with one request ends this one. Raised any further it would cut the link to a replica, and
@@ -374,6 +395,9 @@ class LiveBackend:
 
     def _set_timer(self) -> None:
         deadline = self.dispatcher.next_deadline()
+        if deadline == self._timer_at:
+            return
+        self._timer_at = deadline
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -381,14 +405,19 @@ class LiveBackend:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - self._clock()), self._on_time)
 
     def _on_time(self) -> None:
+        self._timer_at = None  # it may have been the timer, which strikes once
         now = self._clock()
         # after a stop of our own what replicas said lies unread, and none of them was silent: in a second it is read
         if now - self._looked_at <= MAX_SILENCE_S:
             self._carry_out(self.dispatcher.on_time(now))
 
     async def _tick(self) -> None:
-        """Silence sends no message: look at the clock once a second."""
+        """Silence sends no message: look at the clock once a second, and once a minute at the books."""
         while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            self._on_time()
-            self._looked_at = self._clock()
+            for _ in range(_AUDIT_BEATS):
+                await asyncio.sleep(HEARTBEAT_S)
+                self._on_time()
+                self._looked_at = self._clock()
+            if found := self.audit():
+                logger.error("the books of this router do not agree: %s", dict(found))
+                self.num_leaks += found

@@ -39,6 +39,11 @@ class LiveStream:
         """Every sequence has its finish reason."""
         return not self._unfinished
 
+    @property
+    def has_begun(self) -> bool:
+        """A token came."""
+        return any(self._emitted.values())
+
     def wants(self, index: int) -> bool:
         """False for a sequence that ended, here or at the replica."""
         return index in self._unfinished
@@ -85,7 +90,12 @@ class LiveStream:
         self._ready.set()
 
     async def wait_first(self) -> None:
-        """Until there is an event. Raises the error if that comes first."""
+        """Until there is an event. Raises the error if that comes first.
+
+        No deadline, because the dispatcher has the last word within one: who is held is given up by `HoldTimes`, who is
+        at a replica is taken back when that is silent, and a replica that reports makes progress (its steps are
+        watched by `Engine.check_health`, its grammars by `GRAMMAR_S`).
+        """
         await self._ready.wait()
         if self._error is not None and not self._events:
             raise self._error

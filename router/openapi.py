@@ -224,8 +224,8 @@ def _paths(settings: AppSettings) -> dict[str, Any]:
                 "a chat", "ChatCompletion", *generating, body="ChatRequest", stream="ChatCompletionChunk"
             )
         },
-        "/v1/models": {"get": _operation("names that are served", "ModelList")},
-        "/v1/models/{name}": {"get": {**_operation("one of them", "Model", 404), "parameters": [name]}},
+        "/v1/models": {"get": _operation("names that are served", "ModelList", 503)},
+        "/v1/models/{name}": {"get": {**_operation("one of them", "Model", 404, 503), "parameters": [name]}},
         "/tokenize": {"post": _operation("to token ids", "Tokens", *of_body, body="TokenizeRequest")},
         "/detokenize": {"post": _operation("to text", "Text", *of_body, body="DetokenizeRequest")},
         "/health": {"get": health},

@@ -5,16 +5,18 @@ from __future__ import annotations
 from replica.errors import (
     DeadlineExceededError,
     InvalidRequestError,
+    LostTooOftenError,
     NeverFitsError,
     NoReplicaError,
     NotFiniteError,
     QueueFullError,
+    ReplicaLostError,
     ShedError,
     ShoalError,
     TooManySequencesError,
 )
 from replica.messages import FinishReason, RefusalReason, SequenceOutput
-from router.instructions import Refuse
+from router.instructions import Fail, Refuse
 
 
 def final_error(output: SequenceOutput) -> ShoalError | None:
@@ -46,3 +48,8 @@ def refusal_error(instruction: Refuse) -> ShoalError:
             return NoReplicaError(instruction.message, instruction.retry_after_s)
         case _:
             return QueueFullError(instruction.message, instruction.retry_after_s)
+
+
+def failure_error(instruction: Fail) -> ReplicaLostError:
+    """The error of a request that the dispatcher gives up after it was begun, or lost too often."""
+    return (LostTooOftenError if instruction.is_lost_too_often else ReplicaLostError)(instruction.message)

@@ -50,6 +50,12 @@ class PermitStock:
         self._used += num_sequences
         return Permit(self._term, self._used)
 
+    def has_news(self, first: Wish | None, num_news: int, now: float) -> bool:
+        """Whether `next_ask` would tell anything, if `first` is the first of the wishes; None: there are none."""
+        if self.num_available:
+            return True
+        return first is not None and num_news != self._gave_back_at and self._is_news(first, now)
+
     def next_ask(self, wishes: Sequence[Wish], num_news: int, now: float, weight: float = 1.0) -> Ask | None:
         """What to tell the replica, if there is anything to tell: what is left over goes back, and who is held now (in
         their order) is wished a place. `num_news` counts the messages that the replica's load came with.

@@ -62,7 +62,7 @@ class Outbox:
             while self._unsent:
                 yield self._unsent.popleft()
             self._ready.clear()
-            await self._ready.wait()
+            await self._ready.wait()  # no deadline: whoever ends the attempt closes the outbox
 
 
 class ReplicaClient:
@@ -117,6 +117,8 @@ class ReplicaClient:
             connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
             call = connect(outbox.drain(), metadata=self._metadata)
             try:
+                # no deadline: gRPC's keep-alive breaks a stream whose far side is gone, and the dispatcher leaves a
+                # replica that says nothing, whatever its stream does
                 async for data in call:
                     heard = True
                     self._on_message(self.replica_id, decode_up(data))

@@ -98,7 +98,7 @@ class ReplicaView:
             "replica_id": self.replica_id,
             "address": self.address,
             "description": description,
-            "state": self._state(now),
+            "state": self.state(now),
             "queued": load.num_queued,
             "permits": load.num_permits,
             "queue_cap": load.queue_cap,
@@ -113,7 +113,8 @@ class ReplicaView:
             "counters": load.counters,
         }
 
-    def _state(self, now: float) -> str:
+    def state(self, now: float) -> str:
+        """In a word: up, draining, silent, or restarting its ranks."""
         if self.is_draining:
             return "draining"
         if self.is_placeable(now):

@@ -23,6 +23,10 @@ class SequenceNames:
     def __len__(self) -> int:
         return sum(map(len, self._by_replica.values()))
 
+    def requests(self) -> list[RequestId]:
+        """Those that have a name somewhere."""
+        return list(self._of_request)
+
     def expand(self, replica_id: ReplicaId, step: StepOutput, unfinished: Container[RequestId]) -> list[SequenceOutput]:
         """All outputs of a step, as if each token had come in a record of its own. Names are kept for the requests in
         `unfinished`.

@@ -87,6 +87,7 @@ class StreamSender:
 
     async def _send_watched(self, message: dict[str, object]) -> None:
         if self._taken is not None:
+            # no deadline: a client may read as slowly as it likes; if it leaves, we are cancelled
             await self._taken.wait()
         self._taken = taken = asyncio.Event()
 

@@ -154,6 +154,7 @@ class TenantSource:
 
     async def _run(self) -> None:
         while True:
+            # a file system that hangs stops this alone: tenants stay what they were
             await asyncio.sleep(LOOK_S)
             await self.look()
 

@@ -25,6 +25,7 @@ class Tracked:
         "has_begun",
         "held_key",
         "held_until",
+        "hold_ends",
         "hold_left_s",
         "is_returning",
         "num_losses",
@@ -72,6 +73,8 @@ class Tracked:
         #: a replica gave its place to a more urgent one
         self.was_shed = False
         self.held_until: float | None = None
+        #: of its entry in `HoldTimes`; None: it has none
+        self.hold_ends: float | None = None
         #: it is held because it lost its replica
         self.awaits_place = False
         #: it lost its replica, and has to have its next token by then

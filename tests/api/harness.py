@@ -10,6 +10,7 @@ import gc
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,9 +76,13 @@ class ApiUnderTest:
     def async_client(self, **kwargs: Any) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=60, trust_env=False, **kwargs)
 
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Run a coroutine on the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
     def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 30.0) -> T:
         """Run a coroutine on the server's loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+        return self.start(work).result(timeout_s)
 
     def peek(self, look: Callable[[], T]) -> T:
         """Call `look` on the server's loop: between two events, so that what it sees is consistent."""
@@ -126,6 +131,7 @@ class ApiUnderTest:
         assert self.peek(self.leftovers) == []
         for replica in self.replicas:
             self.peek(replica.engine.core.validate)
+        self.peek(self.cluster.check_books)
         assert self.peek(lambda: self.complaints) == []
 
     def counter(self, name: str) -> float:
@@ -311,7 +317,9 @@ class RealReplica(ReplicaUnderTest):
 
 
 @contextmanager
-def real_api(folder: Path, *, budget: int = 256, num_blocks: int = 1024, **settings: Any) -> Iterator[ApiUnderTest]:
+def real_api(
+    folder: Path, *, num_replicas: int = 1, budget: int = 256, num_blocks: int = 1024, **settings: Any
+) -> Iterator[ApiUnderTest]:
     """A server over the default model in float32, blocks of 16, prefix caching on. `budget`: tokens of a step."""
     config = EngineConfig(
         model=ModelConfig(dtype="float32"),
@@ -327,6 +335,6 @@ def real_api(folder: Path, *, budget: int = 256, num_blocks: int = 1024, **setti
         vocab_size=facts.vocab_size or tokenizer.num_tokens,
         **settings,
     )
-    replica = RealReplica("replica-0", config, folder)
-    with running(lambda: plane([replica], app_settings, tokenizer, DispatcherConfig(), "auto")) as api:
+    replicas: list[ReplicaUnderTest] = [RealReplica(f"replica-{i}", config, folder) for i in range(num_replicas)]
+    with running(lambda: plane(replicas, app_settings, tokenizer, DispatcherConfig(), "auto")) as api:
         yield api

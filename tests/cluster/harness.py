@@ -10,6 +10,9 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
+
+from replica.audit import audit
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner
@@ -31,8 +34,12 @@ class GatedRunner:
         self.gate = threading.Semaphore(0)
         self.is_open = False
         self.num_failures = 0
+        #: each step with a sequence in it fails, as if that were its fault
+        self.is_poisoned = False
         #: not empty: the first sequence of the next step cannot go on, for this reason
         self.invalid = ""
+        #: the first sequence of the next step has no numbers
+        self.not_finite = False
         self.plans: list[StepPlan] = []
 
     @property
@@ -49,9 +56,14 @@ class GatedRunner:
         if self.num_failures:
             self.num_failures -= 1
             raise RuntimeError("the device is on fire")
+        if self.is_poisoned and plan.seq_ids:
+            raise RuntimeError("it cannot be computed")
         result = self._runner.execute(plan)
         if self.invalid and plan.seq_ids:
             result, self.invalid = _without_first(result, plan.seq_ids[0], self.invalid), ""
+        if self.not_finite and plan.seq_ids:
+            first, self.not_finite = plan.seq_ids[0], False
+            result = msgspec.structs.replace(_without_first(result, first, ""), failed={}, not_finite=[first])
         return result
 
     def open(self) -> None:
@@ -101,6 +113,14 @@ class ClusterUnderTest:
         self.replicas = replicas
         self.routers = routers
 
+    def check_books(self) -> None:
+        """Nothing is lost, whatever is still under way."""
+        for replica in self.replicas:
+            assert audit(replica.engine.core, replica.engine._links) == {}
+        for router in self.routers:
+            router.dispatcher.validate()
+            assert router.audit() == {}
+
     def publish_view(self, *absent: str) -> None:
         """What Serve's membership would tell every router: all replicas but `absent`."""
         view = {
@@ -141,6 +161,7 @@ async def cluster(
         for router in routers:
             await until(lambda router=router: router.health().detail["replicas_up"] == num_replicas)
         yield under_test
+        under_test.check_books()
     finally:
         for router in routers:
             await router.close()

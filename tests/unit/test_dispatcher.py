@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from replica.messages import RefusalReason, ReplicaId, ReplicaLoad, RequestId
+from collections.abc import Iterator
+
+from replica.messages import Ask, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.dispatcher import Dispatcher, DispatcherConfig
 from router.instructions import Dispatch, Fail, Refuse, SendAbort
 from router.placement import least_tokens, round_robin
@@ -171,7 +173,9 @@ def test_failures_in_a_row_end_a_request_and_progress_forgives_them() -> None:
         assert instructions == [], "not there again without news"
         (sent,) = dispatcher.on_load(A, ROOM, 0.0)
         assert isinstance(sent, Dispatch)
-    assert instructions == [Fail(rid(0), "3 replicas died or failed under this request")]
+    (word,) = instructions
+    assert isinstance(word, Fail)
+    assert word.message.startswith("3 replicas died or failed under this request")
 
 
 def test_a_newcomer_does_not_get_everything_under_round_robin() -> None:
@@ -423,3 +427,51 @@ def test_who_was_refused_for_queued_tokens_does_not_come_back_to_push_without_ne
     assert urgent.on_reply(rid(0), 1, RefusalReason.SHED, "", 0.0) == []
     assert urgent.on_load(A, queue, 0.0) == [], "the same queue again is no news"
     assert len(urgent.on_load(A, ReplicaLoad(num_queued=2, queue_cap=4), 0.0)) == 1
+
+
+def test_a_message_of_one_replica_asks_no_other() -> None:
+    """Each is asked once about who is held; again when there is news of it or of who is held, or after a second."""
+    dispatcher = make(A, B, admission_wait_s=60.0)
+    for replica_id in (A, B):
+        dispatcher.on_load(replica_id, FULL, 0.0)
+    dispatcher.submit(rid(0), 1, 10, 0.0)
+    assert [replica_id for replica_id, _ in dispatcher.asks(0.0)] == [A, B]
+    looked_at: list[ReplicaId] = []
+    asks = dispatcher._eligibility.asks
+
+    def watched(view: ReplicaView, now: float) -> Iterator[Ask]:
+        looked_at.append(view.replica_id)
+        return asks(view, now)
+
+    dispatcher._eligibility.asks = watched  # type: ignore[method-assign]
+    dispatcher.on_load(B, FULL, 0.1)
+    assert dispatcher.asks(0.1) == []
+    assert looked_at == [B]
+    dispatcher.on_time(1.1)
+    assert [replica_id for replica_id, _ in dispatcher.asks(1.1)] == [A, B], "the ask may have been lost"
+    dispatcher.submit(rid(1), 1, 10, 1.2, order_key=(0.0, 0, -1.0))
+    assert [replica_id for replica_id, _ in dispatcher.asks(1.2)] == [A, B], "it comes before the first"
+    dispatcher.abort(rid(0))
+    dispatcher.abort(rid(1))
+    looked_at.clear()
+    dispatcher.on_load(A, FULL, 1.3)
+    dispatcher.asks(1.3)
+    assert looked_at == [A]
+
+
+def test_the_next_to_be_given_up_is_known_whoever_leaves_before() -> None:
+    dispatcher = make(A, admission_wait_s=1.0)
+    dispatcher.on_load(A, FULL, 0.0)
+    for number in range(4):
+        dispatcher.submit(rid(number), 1, 10, 0.1 * number, deadline_at=0.9 if number == 3 else None)
+    assert dispatcher.next_deadline() == 0.9
+    dispatcher.abort(rid(3))
+    dispatcher.abort(rid(0))
+    dispatcher.validate()
+    assert dispatcher.next_deadline() == 1.1
+    assert dispatcher.on_time(1.05) == []
+    (refused,) = dispatcher.on_time(1.1)
+    assert refused.request_id == rid(1)
+    assert dispatcher.next_deadline() == 1.2
+    dispatcher.abort(rid(2))
+    assert dispatcher.next_deadline() is None

@@ -15,7 +15,7 @@ from replica.group_health import LossCause
 from replica.messages import STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad, Stages
 from router import engine_metrics
 from router.dispatcher import Dispatcher, DispatcherConfig
-from router.engine_metrics import render_metrics
+from router.engine_metrics import RouterFigures, render_metrics
 from router.http_metrics import HttpMetrics
 from router.placement import least_tokens
 from router.replica_view import ReplicaView
@@ -84,7 +84,7 @@ def engine_text(told: dict[str, str] | None = None, **counters: float) -> bytes:
     dispatcher.add_replica(ReplicaView(ReplicaId("a"), "address", "a"))
     load = msgspec.structs.replace(LOAD, counters=LOAD.counters | counters)
     dispatcher.on_load(ReplicaId("a"), load, 1.0)
-    return render_metrics(dispatcher, {ReplicaId("a"): told or {}}, "m", "r")
+    return render_metrics(dispatcher, {ReplicaId("a"): told or {}}, "m", RouterFigures("r"))
 
 
 def glossary(root: Path) -> dict[str, str]:
@@ -205,7 +205,7 @@ def test_tokens_of_steps() -> None:
 def test_a_replica_that_has_said_nothing_yet_has_empty_metrics() -> None:
     dispatcher = Dispatcher(DispatcherConfig(), least_tokens)
     dispatcher.add_replica(ReplicaView(ReplicaId("a"), "address", "a"))
-    found = families(render_metrics(dispatcher, {}, "m", "r"))
+    found = families(render_metrics(dispatcher, {}, "m", RouterFigures("r")))
     assert value(found["vllm:iteration_tokens_total"], "_count") == 0
     assert value(found["vllm:kv_cache_usage_perc"]) == 0
     assert found["vllm:cache_config_info"].samples[0].labels["block_size"] == ""
