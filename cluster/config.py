@@ -47,6 +47,9 @@ class RouterConfig(FrozenModel):
     max_queued_requests_per_replica: int = Field(64, ge=1, description="The queue cap of each replica, in sequences.")
     admission_wait_ms: float = Field(100, ge=0, le=60_000, description="How long a router holds what no replica takes.")
     max_held_requests: int = Field(1024, ge=0, description="Most requests a router holds at once.")
+    move_after_s: float = Field(
+        2, ge=0, le=3600, description="How long streams may end at a replica that drains before they move to another."
+    )
 
 
 class HttpConfig(FrozenModel):

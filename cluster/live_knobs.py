@@ -31,6 +31,7 @@ LIVE = frozenset(
         "router.max_queued_requests_per_replica",
         "router.admission_wait_ms",
         "router.max_held_requests",
+        "router.move_after_s",
     }
 )
 
@@ -183,6 +184,7 @@ def router_settings(start: Mapping[str, Any], overlay: Overlay) -> LiveSettings:
         dispatcher=DispatcherConfig(
             admission_wait_s=config.router.admission_wait_ms / 1000,
             max_held_requests=config.router.max_held_requests,
+            move_after_s=config.router.move_after_s,
             priority_ageing_s=scheduler.class_ageing_s,
         ),
         placement=config.router.policy,
