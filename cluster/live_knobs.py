@@ -68,6 +68,8 @@ def check_keys(keys: Mapping[str, Any]) -> None:
             sentences.append(f"{key}: {fault}")
         elif key not in known and not key.startswith(TENANT):
             sentences.append(f"{key}: unknown key; {_nearest(key, known)}")
+        elif key == "replicas.both":
+            sentences.append(f"{key}: is changed by `shoal scale --replicas N`")
         elif not is_live(key):
             told = " (keys that change while it runs: in tenants.file)" if key.startswith(TENANT) else ""
             sentences.append(

@@ -84,10 +84,10 @@ class DispatcherMachine(RuleBasedStateMachine):
                     assert request_id in self.begun or self.losses[request_id] >= CONFIG.max_losses
                     self.end(request_id)
                 case SendAbort(replica_id=replica_id):
-                    view = self.dispatcher.views.get(replica_id)
+                    left = self.dispatcher.views.get(replica_id)
                     if request_id not in self.alive:
                         continue
-                    if view is not None and view.is_draining and self.now - view.load_at <= MAX_SILENCE_S:
+                    if left is not None and left.is_draining and self.now - left.load_at <= MAX_SILENCE_S:
                         self.move(request_id, replica_id)
                     else:  # a silent replica is left; what follows sends it elsewhere or ends it
                         self.leave(request_id, replica_id)
