@@ -94,6 +94,7 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="the long form of each")
     options = parser.parse_args()
     import benchmarks.claims_api
+    import benchmarks.claims_drain
     import benchmarks.claims_engine
     import benchmarks.claims_findings
     import benchmarks.claims_line

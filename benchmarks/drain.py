@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import aiohttp
@@ -15,6 +15,7 @@ import msgspec
 
 from benchmarks import servers
 from benchmarks.checked_streams import Load
+from cluster.process_sweep import serve_replicas, start_time
 
 ROOT = servers.ROOT
 
@@ -30,8 +31,8 @@ class DrainOutcome(msgspec.Struct, frozen=True):
     num_open: int
     #: seconds from the command until all streams had ended
     whole_s: float
-    short_ttft_ms: float = 0.0
-    note: str = ""
+    #: median of the short ones
+    short_ttft_ms: float
 
 
 #: a new version of the whole application from the outside, as a deploy script would do it
@@ -47,37 +48,50 @@ with attached(None, int(sys.argv[1])):
 """
 
 
-async def scale(url: str, port: int, count: int, load: Load) -> DrainOutcome:
+async def scale(port: int, count: int, load: Load) -> DrainOutcome:
     """`shoal scale` under `load`."""
-    command = [sys.executable, "-m", "cluster.cli", "scale", "--replicas", str(count), "--port", str(port)]
-    return await _under(load, command)
+    return await _under(
+        load, [sys.executable, "-m", "cluster.cli", "scale", "--replicas", str(count), "--port", str(port)]
+    )
 
 
-async def redeploy(url: str, port: int, load: Load, drain_s: float = 31.0) -> DrainOutcome:
-    """Every replica and router is replaced."""
-    outcome = await _under(load, [sys.executable, "-c", REDEPLOY, str(port), str(drain_s)])
-    return outcome
+async def redeploy(driver_pid: int, port: int, load: Load, drain_s: float = 31.0) -> DrainOutcome:
+    """Every replica and router is replaced. `driver_pid`: of the `shoal serve`."""
+    going = {pid: start_time(pid) for pid in serve_replicas(driver_pid, "Replica")}
+    return await _under(load, [sys.executable, "-c", REDEPLOY, str(port), str(drain_s)], going)
 
 
-async def _under(load: Load, command: list[str]) -> DrainOutcome:
+async def _under(load: Load, command: list[str], going: dict[int, int | None] | None = None) -> DrainOutcome:
+    """`going`: processes whose end is waited for; else the command itself waits, and says how long it took."""
     async with load:
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
-        _, said = await process.communicate()
-        drained_s, num_open = time.monotonic() - started, load.num_open
-    errors = load.errors if process.returncode == 0 else [said.decode()[-500:], *load.errors]
-    ttft = sorted(o.ttft_s for o in load.short)
+        saying = asyncio.create_task(process.communicate())
+        if going is not None:
+            while not saying.done() and _living(going):
+                await asyncio.wait([saying], timeout=0.05)
+            drained_s, num_open = time.monotonic() - started, load.num_open
+        _, told = await saying
+        if going is None:
+            found = re.search(rb"after ([0-9.]+) s", told)
+            drained_s, num_open = float(found[1]) if found else float("nan"), load.num_open
+    errors = load.errors if process.returncode == 0 else [told.decode()[-500:], *load.errors]
+    ttft = sorted(outcome.ttft_s for outcome in load.short)
     return DrainOutcome(
-        len(load.long) + len(load.short),
-        errors,
-        drained_s,
-        load.longest_pause_s,
-        num_open,
-        time.monotonic() - started,
-        1000 * ttft[len(ttft) // 2] if ttft else 0.0,
+        num_streams=len(load.long) + len(load.short),
+        errors=errors,
+        drained_s=drained_s,
+        pause_s=load.longest_pause_s,
+        num_open=num_open,
+        whole_s=time.monotonic() - started,
+        short_ttft_ms=1000 * ttft[len(ttft) // 2] if ttft else 0.0,
     )
+
+
+def _living(processes: dict[int, int | None]) -> Iterable[int]:
+    return [pid for pid, began in processes.items() if start_time(pid) == began]
 
 
 async def replicas(url: str) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """`make soak ARGS="--requests 1000000 --minutes 10 --kills 20"`: public traces through one engine in virtual time
-(`trace_soak.py`), random clusters in virtual time with faults, then kill -9 on a live cluster. 0 leaves a part out.
+(`trace_soak.py`), random clusters in virtual time with faults, then kill -9 and drains on live clusters. 0 leaves a
+part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
 it is in `tests/simulation/` and `tests/cluster/test_serve.py`; figures of the last full run are in `docs/soak.md`.
@@ -8,12 +9,15 @@ it is in `tests/simulation/` and `tests/cluster/test_serve.py`; figures of the l
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
-from benchmarks import kill, trace_soak
+from benchmarks import drain, kill, servers, trace_soak
+from benchmarks.checked_streams import Load
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import burst, engine
@@ -108,6 +112,29 @@ def live(kills: int) -> int:
     return errors
 
 
+def drains(count: int) -> int:
+    """One of three replicas and back, then a rolling update, `count` times on one cluster. Returns the errors."""
+    errors: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        shape = ("--runner", "fake", "--replicas", "3", "--routers", "2")
+        with servers.shoal(Path(folder), *shape) as server:
+
+            async def one(number: int) -> None:
+                for replicas in (1, 3):
+                    found = await drain.scale(server.port, replicas, Load(server.url, long_tokens=1000))
+                    errors.extend(found.errors)
+                    print(f"soak: {replicas} replica(s), {number + 1} of {count}: {found}", flush=True)
+                load = Load(server.url, long_tokens=1200)
+                found = await drain.redeploy(server.process.pid, server.port, load, 30.0 + (number + 1) % 2)
+                errors.extend(found.errors)
+                print(f"soak: rolling update {number + 1} of {count}: {found}", flush=True)
+
+            for number in range(count):
+                asyncio.run(one(number))
+    print(f"soak drains: {count} rounds under 32 streams: {len(errors)} errors")
+    return len(errors)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the traces")
@@ -115,12 +142,13 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, default=trace_soak.TRACES, help="folder with both traces")
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--kills", type=int, default=20, help="on live clusters")
+    parser.add_argument("--drains", type=int, default=10, help="rounds of fewer, more and new replicas, live")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     trace_soak.run(options.requests, options.seed, options.scale, options.traces)
     if options.minutes:
         virtual(options.minutes, options.seed)
-    return 1 if live(options.kills) else 0
+    return 1 if live(options.kills) + (drains(options.drains) if options.drains else 0) else 0
 
 
 if __name__ == "__main__":

@@ -30,7 +30,8 @@ for line in sys.stdin:
         continue
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline = int(1000 * (time.time() + float(line)))
-    print(*GcsClient(address=nodes.address).drain_node(second.node_id, reason, "to be taken away", deadline), flush=True)
+    gcs = GcsClient(address=nodes.address)
+    print(*gcs.drain_node(second.node_id, reason, "to be taken away", deadline), flush=True)
 nodes.shutdown()
 """
 # Ray makes up a token for a cluster that a program starts; sharing it is Ray's business and not what is measured here

@@ -3,22 +3,22 @@ Models" (OSDI 2024).
 
 A tenant's counter is the service it got, over its weight: W_IN for each token of a prompt that had to be computed, when
 its sequence is admitted, and W_OUT for each token that was generated. The waiting tenant with the least counter is
-admitted next. A tenant that begins to wait is lifted to CREDIT below the least counter of those who wait already: having
-been away is little credit. (In the paper it is none. But then a tenant below its share that sends two requests at once
-waits for others with the second, though it got less than they did.)
+admitted next. A tenant that begins to wait is lifted to CREDIT below the least counter of those who wait already:
+having been away is little credit. (In the paper it is none. But then a tenant below its share that sends two requests
+at once waits for others with the second, though it got less than they did.)
 
-**Bound.** While two tenants both wait, the service over weight that they get differs by at most 2 * U + CREDIT, where U =
-(W_IN * L + W_OUT * M) / w: L is the longest prompt, M the most output tokens that the running sequences of one tenant
-may still generate, w the smaller weight. Proof: take any moment and the tenant f with the larger counter. When f was
-admitted last its counter was the least among those who waited, or f was lifted to the least since. After that it rose
-by W_IN * L / w at most for that prompt, and by W_OUT * M / w at most for what its running sequences generated, for none
-has been added; and counters of others never fall. So counters differ by at most U, or U + CREDIT if the other has come
-since, at any moment in which both wait, and what they rise by between two such moments by at most 2 * U + CREDIT. (The
-paper has 2 * max(W_IN * L, W_OUT * M) with M the
-tokens of the pool, which prompt and output share.) Who is admitted behind another in one step goes by whole prompts,
-their cached part included, and a head that does not fit may be passed: up to `max_head_passes` more prompts of others.
-Who is put back
-for another tenant (`replica/seat_shares.py`) pays nothing twice. The bound is one of a replica; over R replicas the sum is bounded by R times as much.
+**Bound.** While two tenants both wait, the service over weight that they get differs by at most 2 * U + CREDIT, where
+U = (W_IN * L + W_OUT * M) / w: L is the longest prompt, M the most output tokens that the running sequences of one
+tenant may still generate, w the smaller weight. Proof: take any moment and the tenant f with the larger counter. When f
+was admitted last its counter was the least among those who waited, or f was lifted to the least since. After that it
+rose by W_IN * L / w at most for that prompt, and by W_OUT * M / w at most for what its running sequences generated, for
+none has been added; and counters of others never fall. So counters differ by at most U, or U + CREDIT if the other has
+come since, at any moment in which both wait, and what they rise by between two such moments by at most 2 * U + CREDIT.
+(The paper has 2 * max(W_IN * L, W_OUT * M) with M the tokens of the pool, which prompt and output share.) Who is
+admitted behind another in one step goes by whole prompts, their cached part included, and a head that does not fit may
+be passed: up to `max_head_passes` more prompts of others. Who is put back for another tenant
+(`replica/seat_shares.py`) pays nothing twice. The bound is one of a replica; over R replicas the sum is bounded by R
+times as much.
 
 Work-conserving: only the order changes, nobody is made to wait for a turn while there is room.
 """
@@ -34,8 +34,8 @@ from replica.waiting_queue import WaitingQueue
 W_IN, W_OUT = 1.0, 2.0
 #: What a tenant keeps of the time in which it used less than its share, as service over weight: so many tokens go
 #: before others' when it comes back. Poisson arrivals at 80 % of a share beside a flood, virtual time, TTFT p50 with 0,
-#: 1,024, 4,096: 229, 106, 75 ms (8 places in the batch), 204, 64, 47 (16). One who was away for an hour and comes with a
-#: flood has these before the others get their turn: one or two seconds of two cores.
+#: 1,024, 4,096: 229, 106, 75 ms (8 places in the batch), 204, 64, 47 (16). One who was away for an hour and comes with
+#: a flood has these before the others get their turn: one or two seconds of two cores.
 CREDIT = 4096.0
 
 
