@@ -56,7 +56,7 @@ async def _rolled(server: servers.Server, tokens: int) -> drain.DrainOutcome:
 
 
 def _told(name: str, found: drain.DrainOutcome) -> Iterator[tuple[str, Measured]]:
-    note = f"of {found.num_streams} streams; {found.num_open} of 32 long ones were open when all was done"
+    note = f"of {found.num_streams} streams; {found.num_open} of 32 long ones were open when the command had ended"
     if found.errors:
         note += f"; {found.errors[:1]}"
     yield f"{name}.errors", Measured(len(found.errors), "errors", 0, note=note)
