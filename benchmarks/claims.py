@@ -95,6 +95,7 @@ def main() -> int:
     options = parser.parse_args()
     import benchmarks.claims_admission
     import benchmarks.claims_api
+    import benchmarks.claims_drain
     import benchmarks.claims_engine
     import benchmarks.claims_findings
     import benchmarks.claims_line

@@ -37,6 +37,7 @@ class Server:
     def __init__(self, name: str, command: list[str], env: dict[str, str], port: int, model: str, log: Path) -> None:
         self.name = name
         self.model = model
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self._command = command
         self._env = env

@@ -1,6 +1,6 @@
-"""`make soak ARGS="--requests 1000000 --minutes 10 --process-kills 300 --kills 20"`: public traces through one engine
-in virtual time (`trace_soak.py`), random clusters in virtual time with faults, kill -9 of replica processes without
-Ray (`kills.py`), then of replicas of a live cluster (`kills_live.py`). 0 leaves a part out.
+"""`make soak ARGS="--requests 1000000 --minutes 10 --process-kills 300 --kills 20 --drains 10"`: public traces through
+one engine in virtual time (`trace_soak.py`), random clusters in virtual time with faults, kill -9 of replica processes
+without Ray (`kills.py`), then of replicas of a live cluster (`kills_live.py`), drains, floods. 0 leaves a part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
 it is in `tests/simulation/`, `tests/cluster/test_kills.py` and `test_serve.py`; figures of the last full run are in
@@ -13,12 +13,14 @@ import argparse
 import asyncio
 import random
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import msgspec
 
-from benchmarks import flood, kills_live, trace_soak
+from benchmarks import drain, flood, kills_live, servers, trace_soak
+from benchmarks.checked_streams import Load
 from benchmarks.kills import random_kills
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
@@ -128,6 +130,29 @@ def flooded(minutes: float) -> int:
     return wrong + found.permits_left
 
 
+def drains(count: int) -> int:
+    """One of three replicas and back, then a rolling update, `count` times on one cluster. Returns the errors."""
+    errors: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        shape = ("--runner", "fake", "--replicas", "3", "--routers", "2")
+        with servers.shoal(Path(folder), *shape) as server:
+
+            async def one(number: int) -> None:
+                for replicas in (1, 3):
+                    found = await drain.scale(server.port, replicas, Load(server.url, long_tokens=1000))
+                    errors.extend(found.errors)
+                    print(f"soak: {replicas} replica(s), {number + 1} of {count}: {found}", flush=True)
+                load = Load(server.url, long_tokens=1200)
+                found = await drain.redeploy(server.process.pid, server.port, load, 30.0 + (number + 1) % 2)
+                errors.extend(found.errors)
+                print(f"soak: rolling update {number + 1} of {count}: {found}", flush=True)
+
+            for number in range(count):
+                asyncio.run(one(number))
+    print(f"soak drains: {count} rounds under 32 streams: {len(errors)} errors")
+    return len(errors)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the traces")
@@ -136,6 +161,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--process-kills", type=int, default=300, help="of replica processes without Ray")
     parser.add_argument("--kills", type=int, default=20, help="on a live cluster")
+    parser.add_argument("--drains", type=int, default=10, help="rounds of fewer, more and new replicas, live")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flood", type=float, default=0, help="minutes of a flood at a live cluster")
     options = parser.parse_args()
@@ -144,6 +170,7 @@ def main() -> int:
         virtual(options.minutes, options.seed)
     faults = processes(options.process_kills, options.seed) if options.process_kills else 0
     faults += live(options.kills, options.seed) if options.kills else 0
+    faults += drains(options.drains) if options.drains else 0
     faults += flooded(options.flood) if options.flood else 0
     return 1 if faults else 0
 

@@ -1,5 +1,5 @@
-"""RAY. The `shoal` command: serve, set, get, status, why, key, model. Heavy imports happen inside the commands, so that
-`shoal --help` is instant.
+"""RAY. The `shoal` command: serve, set, get, scale, status, why, key, model. Heavy imports happen inside the commands,
+so that `shoal --help` is instant.
 """
 
 from __future__ import annotations
@@ -95,7 +95,10 @@ def _add_knobs(commands: Any) -> None:
     show.add_argument("keys", nargs="*", metavar="KEY", help="a key or a section; all without it")
     show.add_argument("--json", action="store_true", help="machine-readable")
     show.set_defaults(run=_get, parser=show)
-    for command in (change, show):
+    scale = commands.add_parser("scale", help="more or fewer replicas of a running cluster; no stream is cut")
+    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="how many are to be up")
+    scale.set_defaults(run=_scale, parser=scale)
+    for command in (change, show, scale):
         command.add_argument("--address", help="of its Ray, host:port or auto; default: RAY_ADDRESS, else see --port")
         command.add_argument("--port", type=int, default=8000, help="of a `shoal serve` on this machine; default 8000")
 
@@ -237,6 +240,27 @@ def _set(options: argparse.Namespace) -> int:
     print(confirmed.sentence(took_s), file=sys.stderr)
     for sentence in live_knobs.warnings(found.now, wanted):
         print(f"shoal: warning: {sentence}", file=sys.stderr)
+    return 0
+
+
+def _scale(options: argparse.Namespace) -> int:
+    from cluster.config import load
+
+    wanted = load(None, {"replicas.both": options.replicas}).replicas.both  # refused here as it is at the start
+    from cluster.live_apply import attached, in_force
+    from cluster.live_scale import scale
+
+    is_local = not (options.address or os.environ.get("RAY_ADDRESS"))
+    try:
+        with attached(options.address, options.port):
+            found = in_force()
+            took_s = scale(found, wanted, is_local, lambda line: print(f"shoal: {line}", file=sys.stderr))
+    except KeyboardInterrupt:
+        print("shoal: interrupted; the change goes on, `shoal status` shows it", file=sys.stderr)
+        raise
+    before = found.now.replicas.both
+    print(f"replicas: already {wanted}" if before == wanted else f"replicas: {before} -> {wanted}")
+    print(f"{wanted} replica(s) up and no other after {took_s:.1f} s", file=sys.stderr)
     return 0
 
 

@@ -50,6 +50,9 @@ class RouterConfig(FrozenModel):
     max_num_queued_reqs: int | None = Field(
         None, ge=1, description="Most sequences that wait in the whole application, held ones included. auto: no bound."
     )
+    move_after_s: float = Field(
+        2, ge=0, le=3600, description="How long streams may end at a replica that drains before they move to another."
+    )
 
     @model_validator(mode="after")
     def _routers_have_a_part(self) -> RouterConfig:

@@ -1,9 +1,10 @@
-"""RAY. `shoal set` and `shoal get` on a cluster that runs: what is in force, and another overlay for all.
+"""RAY. `shoal set`, `shoal get` and `shoal scale` on a cluster that runs: what is in force, another overlay for all,
+another number of replicas.
 
 The one file that knows how Serve's controller takes a deployment (private; Ray is pinned, and
 `tests/cluster/test_live_knobs.py` runs it). The public `serve.run` gives each deployment a new version, and Serve
-replaces every process for that. Here the controller gets back what it holds itself, with another `user_config` and
-nothing else changed: a replica is then told (`reconfigure`) and not replaced.
+replaces every process for that. Here the controller gets back what it holds itself, with another `user_config` or
+number of replicas and nothing else changed: a replica is then told (`reconfigure`) and not replaced.
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 
-from cluster.config import ClusterConfig
+from cluster.config import ClusterConfig, ReplicasConfig
 from cluster.live_confirm import SETTLE_S, Confirmation, Confirmed, Held, Seen
 from cluster.live_knobs import lay_over, overlay_of
 from cluster.process_sweep import running_drivers
@@ -89,6 +90,7 @@ def in_force() -> InForce:
         now = lay_over(first["start"], first["overlay"] if refused else held.overlays["Router"])
     except ConfigError:  # it came by a file, and no router has refused it yet
         now = lay_over(first["start"], first["overlay"])
+    now = now.model_copy(update={"replicas": ReplicasConfig(both=num_replicas_held())})
     return InForce(first["start"], now, replicas[0]["scheduler"], refused, held)
 
 
@@ -96,12 +98,35 @@ def put_in_force(found: InForce, wanted: ClusterConfig, keys: Iterable[str]) -> 
     """Give `wanted`, which differs from `found.now` in live keys only, to all, and wait until they have confirmed it.
     Raises ShoalError, also if another change came in between, or later with other values of `keys`.
     """
-    _refuse_declared()
+    refuse_declared("change `user_config` of both deployments there, see docs/knobs.md")
     confirmation = Confirmation(found.start, found.now, wanted, keys, time.monotonic())
     # the controller does not compare and set: of two commands within a few milliseconds both pass here
     confirmation.check_base(found.held, _held())
     _submit(overlay_of(lay_over(found.start, {}), wanted))
     return _confirm(confirmation)
+
+
+def num_replicas_held() -> int:
+    """How many the controller is to keep up. Raises ShoalError when the application is gone."""
+    return int(_info("Replica")[0].deployment_config.num_replicas)
+
+
+def submit_num_replicas(count: int) -> None:
+    """Serve starts some, or tells some to stop; who stays is not touched."""
+
+    def scale(name: str, config: Any) -> None:
+        if name == "Replica":
+            config.num_replicas = count
+
+    _submit_changed(scale)
+
+
+def replica_states() -> tuple[dict[str, int], str]:
+    """Of the replicas: how many are in which of Serve's states; and what Serve says of them if it is not well."""
+    application = application_status()
+    deployment = application.deployments["Replica"]
+    is_unwell = deployment.status in ("UNHEALTHY", "DEPLOY_FAILED")
+    return dict(deployment.replica_states), deployment.message if is_unwell else ""
 
 
 def _local_address(port: int) -> str:
@@ -135,7 +160,7 @@ def _check_running() -> None:
         raise ShoalError(f"no application {APP_NAME!r} runs in that Ray cluster")
 
 
-def _refuse_declared() -> None:
+def refuse_declared(instead: str) -> None:
     """An application that came by a file (`serve deploy`, KubeRay) is changed there: its owner would put it back."""
     from ray.serve.schema import APIType
 
@@ -143,13 +168,18 @@ def _refuse_declared() -> None:
 
     details = _client().get_serve_details()["applications"].get(APP_NAME, {})
     if details.get("source") == APIType.DECLARATIVE:
-        raise ShoalError(
-            f"the application {APP_NAME!r} was deployed from a file (serve deploy, KubeRay): change `user_config` of "
-            "both deployments there, see docs/knobs.md"
-        )
+        raise ShoalError(f"the application {APP_NAME!r} was deployed from a file (serve deploy, KubeRay): {instead}")
 
 
 def _submit(overlay: Mapping[str, Any]) -> None:
+    def lay(name: str, config: Any) -> None:
+        config.user_config = dict(overlay)
+
+    _submit_changed(lay)
+
+
+def _submit_changed(change: Callable[[str, Any], None]) -> None:
+    """Hand back to the controller what it holds; `change` may alter each deployment's configuration, by its name."""
     import ray
     from ray.serve._private.deploy_utils import get_deploy_args
     from ray.serve.generated import serve_pb2
@@ -161,7 +191,7 @@ def _submit(overlay: Mapping[str, Any]) -> None:
     deployments = []
     for name in _DEPLOYMENTS:
         info, route = _info(name)  # the route is not in the info; without it: 404
-        info.deployment_config.user_config = dict(overlay)
+        change(name, info.deployment_config)
         arguments = get_deploy_args(
             name,
             info.replica_config,
@@ -205,7 +235,7 @@ def _held() -> Held:
     """Raises ShoalError when the application is gone."""
     # in this order: the controller marks an application as it gets a change, and unmarks it with the next turn of its
     # loop or later, which is when `_info` begins to tell the change
-    is_settled = _status().status != "DEPLOYING"
+    is_settled = application_status().status != "DEPLOYING"
     return Held({name: _overlay_in(_info(name)[0]) for name in _DEPLOYMENTS}, is_settled)
 
 
@@ -219,12 +249,12 @@ def _settled_held() -> Held:
 
 def _look(name: str) -> Seen:
     answers = _ask(name, _ASK_AGAIN_S)
-    deployment = _status().deployments[name]
+    deployment = application_status().deployments[name]
     starting = sum(count for state, count in deployment.replica_states.items() if state == "STARTING")
     return Seen(name, int(_info(name)[0].deployment_config.num_replicas), starting, answers)
 
 
-def _status() -> Any:
+def application_status() -> Any:
     """Of the application, as Serve tells it. Raises ShoalError when it is gone."""
     from ray import serve
 

@@ -32,6 +32,7 @@ LIVE = frozenset(
         "router.admission_wait_ms",
         "router.max_held_requests",
         "router.max_num_queued_reqs",
+        "router.move_after_s",
     }
 )
 
@@ -68,6 +69,8 @@ def check_keys(keys: Mapping[str, Any]) -> None:
             sentences.append(f"{key}: {fault}")
         elif key not in known and not key.startswith(TENANT):
             sentences.append(f"{key}: unknown key; {_nearest(key, known)}")
+        elif key == "replicas.both":
+            sentences.append(f"{key}: is changed by `shoal scale --replicas N`")
         elif not is_live(key):
             told = " (keys that change while it runs: in tenants.file)" if key.startswith(TENANT) else ""
             sentences.append(
@@ -185,6 +188,7 @@ def router_settings(start: Mapping[str, Any], overlay: Overlay) -> LiveSettings:
             admission_wait_s=config.router.admission_wait_ms / 1000,
             max_held_requests=config.router.max_held_requests,
             max_waiting=config.router.most_waiting_per_router,
+            move_after_s=config.router.move_after_s,
             priority_ageing_s=scheduler.class_ageing_s,
         ),
         placement=config.router.policy,

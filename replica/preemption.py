@@ -1,8 +1,9 @@
 """PURE. Who is put back, how often, and what becomes of its KV.
 
-Two causes. A running sequence cannot get its next block: somebody that runs goes, perhaps that sequence itself. Or
+Three causes. A running sequence cannot get its next block: somebody that runs goes, perhaps that sequence itself. Or
 (under a policy with classes) a waiting sequence is strictly more urgent than one that runs and finds no place: the less
-urgent ones go, if that helps.
+urgent ones go, if that helps. Or one whose turn it is finds no place, and its tenant has less than its share of the
+places: some of a tenant that has more go (`replica/seat_shares.py`), if that helps.
 
 The victim of the first cause:
 - `preemption_victim: policy`: under `fcfs` the one admitted last, else the one with the largest key.
@@ -10,13 +11,13 @@ The victim of the first cause:
   cache; the rest counts as lost, since the pool is full and what is freed is what is taken. One that outranks the
   sequence in need is left alone. So is one that has at most a block to go, whose blocks come back by themselves, and
   one that shares all of its blocks, which would give nothing.
-Whoever was preempted `max_preemptions` times is protected from both causes. Last resort, if all are protected: the
+Whoever was preempted `max_preemptions` times is protected from all causes. Last resort, if all are protected: the
 policy's victim as if nobody were, so the first in the policy's order always gets to its end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from replica.block_manager import BlockManager
@@ -24,6 +25,7 @@ from replica.config import SchedulerConfig
 from replica.errors import ConfigError
 from replica.order import OrderPolicy, outranks
 from replica.running_set import RunningSet
+from replica.seat_shares import SeatShares
 from replica.sequence import Sequence
 
 
@@ -66,14 +68,30 @@ class VictimChoice:
         """
         if not self._policy.has_classes or running.max_priority <= urgent.order_key[1]:
             return []
-        if len(running) > max_num_seqs:
+        last_first = sorted(running, key=lambda s: s.queue_key, reverse=True)
+        lesser = (s for s in last_first if outranks(self._policy, urgent.standing, s.standing))
+        return self._fewest(urgent, lesser, len(running), max_num_seqs, keep_free)
+
+    def for_share(self, waiting: Sequence, running: RunningSet, max_num_seqs: int, keep_free: int) -> list[Sequence]:
+        """Who goes so that `waiting`, whose turn it is, may run: others' beyond their share. Nobody, if it fits anyway
+        or would not fit even then. Nobody who outranks it goes.
+        """
+        givers = SeatShares(running).givers(waiting)
+        lesser = (s for s in givers if not outranks(self._policy, s.standing, waiting.standing))
+        return self._fewest(waiting, lesser, len(running), max_num_seqs, keep_free)
+
+    def _fewest(
+        self, newcomer: Sequence, lesser: Iterable[Sequence], num_running: int, max_num_seqs: int, keep_free: int
+    ) -> list[Sequence]:
+        """The first of `lesser` that together make a place for `newcomer`."""
+        if num_running > max_num_seqs:
             return []  # it was lowered while they ran: nobody is put back for that, and nobody joins until enough ended
-        missing = self._blocks.num_missing(urgent, keep_free)
-        if missing <= 0 and len(running) < max_num_seqs:
+        missing = self._blocks.num_missing(newcomer, keep_free)
+        if missing <= 0 and num_running < max_num_seqs:
             return []
         victims: list[Sequence] = []
-        for sequence in sorted(running, key=lambda s: s.queue_key, reverse=True):
-            if self._may_go(sequence) and outranks(self._policy, urgent.standing, sequence.standing):
+        for sequence in lesser:
+            if self._may_go(sequence):
                 victims.append(sequence)
                 missing -= self._blocks.num_held_alone(sequence)
                 if missing <= 0:

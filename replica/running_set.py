@@ -70,6 +70,9 @@ class RunningSet:
         self._priority: npt.NDArray[np.float64] = np.zeros(num_rows, np.float64)
         self._router: Ints = np.zeros(num_rows, np.int64)
         self._routers = _RouterNumbers()
+        #: how many each tenant has, and its weight; only of those that have some
+        self.tenants: dict[str, int] = {}
+        self.weights: dict[str, float] = {}
         self._by_row: list[Sequence | None] = [None] * num_rows
         self._free_rows = list(range(num_rows))[::-1]
         # four columns in admission order; of the first one, the leading `len(self)` entries count
@@ -126,6 +129,8 @@ class RunningSet:
         self.num_computed[row] = sequence.num_computed_tokens
         self._priority[row] = sequence.order_key[1]
         self._router[row] = self._routers.take(sequence.router_id)
+        self.tenants[sequence.tenant] = self.tenants.get(sequence.tenant, 0) + 1
+        self.weights[sequence.tenant] = sequence.tenant_weight
         self._by_row[row] = sequence
         self._order[len(self)] = row
         self._sequences.append(sequence)
@@ -146,6 +151,9 @@ class RunningSet:
         self.num_tokens[row] = self.num_computed[row] = self.room[row] = 0
         self.in_step[row] = False
         self._routers.drop(sequence.router_id)
+        self.tenants[sequence.tenant] -= 1
+        if not self.tenants[sequence.tenant]:
+            del self.tenants[sequence.tenant], self.weights[sequence.tenant]
         self._by_row[row] = None
         self._free_rows.append(row)
 
@@ -251,6 +259,7 @@ class RunningSet:
             counts = (self.num_tokens[row], self.num_computed[row], self.room[row], self.in_step[row])
             assert not any(counts), f"row {row} is free and holds {counts}"
         self._routers.validate([sequence.router_id for sequence in self])
+        assert self.tenants == Counter(sequence.tenant for sequence in self), "tenants are counted wrongly"
 
     def _make_rows(self) -> None:
         """Twice as many."""

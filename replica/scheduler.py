@@ -291,15 +291,22 @@ class Scheduler:
         )
 
     def _displace(self, now: float) -> None:
-        """Whose turn it is may take the place of less urgent ones that run."""
-        rules = self._rules
-        if not rules.policy.has_classes or not self.running or (urgent := rules.admission.first()) is None:
-            return
+        """Whose turn it is may take the place of less urgent ones that run, or of a tenant's that has more than its
+        share.
+        """
+        rules, victims = self._rules, self._rules.victims
         max_num_seqs, keep_free = rules.config.max_num_seqs, rules.admission.keep_free
-        victims = rules.victims.for_urgent(urgent, self.running, max_num_seqs, keep_free)
-        if victims and self._has_lane(urgent, victims):
+        if rules.policy.has_classes and self.running and (urgent := rules.admission.first()) is not None:
+            self._make_way(urgent, victims.for_urgent(urgent, self.running, max_num_seqs, keep_free), now)
+        if self.running and self.queued and rules.seats.is_uneven(self.ledger.weights(self.queued)):
+            self.ledger.put_in_order(self.queued, self.running)
+            if (head := rules.admission.first()) is not None and head.status is Status.QUEUED:
+                self._make_way(head, victims.for_share(head, self.running, max_num_seqs, keep_free), now)
+
+    def _make_way(self, newcomer: Sequence, victims: list[Sequence], now: float) -> None:
+        if victims and self._has_lane(newcomer, victims):
             for victim in victims:
-                self.preempt(victim, PreemptionCause.DISPLACED, now, urgent)
+                self.preempt(victim, PreemptionCause.DISPLACED, now, newcomer)
             self.counters.displaced += len(victims)
 
     def _has_lane(self, urgent: Sequence, leaving: list[Sequence]) -> bool:
@@ -395,7 +402,7 @@ class Scheduler:
 
     def _join_queue(self, sequence: Sequence) -> None:
         if sequence.status is Status.QUEUED:
-            self.ledger.arrives(sequence.tenant, self.queued, self.running)
+            self.ledger.arrives(sequence.tenant, sequence.tenant_weight, self.queued, self.running)
         self._queue_of(sequence).push(sequence)
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:

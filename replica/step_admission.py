@@ -1,7 +1,8 @@
 """PURE. Which of the waiting sequences join the running ones in a step.
 
 They are looked at in the order of their turn: returning ones, then queued ones, each by key; a queued one that outranks
-a returning one goes before it. Somebody who cannot join now
+a returning one goes before it, and so does one of another tenant that has fewer places for its weight
+(`replica/seat_shares.py`). Somebody who cannot join now
 - because its lane is full (`replica/prefill_lanes.py`) is passed by all behind it;
 - because there are not enough blocks for it is passed, if it is queued, by some behind it: in one step at most
   `admission_look_past` sequences are left behind, and once `max_head_passes` were admitted past a sequence, nobody
@@ -20,6 +21,7 @@ from replica.messages import WaitCause
 from replica.order import OrderPolicy, outranks
 from replica.progress import SchedulerCounters
 from replica.running_set import RunningSet
+from replica.seat_shares import SeatShares
 from replica.sequence import Sequence, Status
 from replica.step_budget import StepBudget
 from replica.tenant_ledger import TenantLedger
@@ -29,21 +31,27 @@ from replica.waiting_queue import WaitingQueue
 class Turns:
     """A walk over the waiting sequences in the order of their turn."""
 
-    __slots__ = ("_from_queued", "_policy", "_queued", "_queued_at", "_returning", "_returning_at")
+    __slots__ = ("_from_queued", "_policy", "_queued", "_queued_at", "_returning", "_returning_at", "_seats")
 
-    def __init__(self, returning: WaitingQueue, queued: WaitingQueue, policy: OrderPolicy) -> None:
+    def __init__(self, returning: WaitingQueue, queued: WaitingQueue, policy: OrderPolicy, seats: SeatShares) -> None:
         self._returning, self._returning_at = returning, 0
         self._queued, self._queued_at = queued, 0
         self._policy = policy
+        self._seats = seats
         self._from_queued = False
 
     def current(self) -> Sequence | None:
         """Who comes next; None: nobody is left."""
         returning, queued = self._returning.at(self._returning_at), self._queued.at(self._queued_at)
         self._from_queued = returning is None or (
-            queued is not None and outranks(self._policy, queued.standing, returning.standing)
+            queued is not None
+            and (outranks(self._policy, queued.standing, returning.standing) or self._may_pass(queued, returning))
         )
         return queued if self._from_queued else returning
+
+    def _may_pass(self, queued: Sequence, returning: Sequence) -> bool:
+        is_lesser = outranks(self._policy, returning.standing, queued.standing)
+        return not is_lesser and self._seats.goes_before(queued, returning)
 
     def skip(self) -> None:
         """The current one stays where it is."""
@@ -122,6 +130,7 @@ class StepAdmission:
         self._returning = returning
         self._queued = queued
         self._running = running
+        self._seats = SeatShares(running)
         self._counters = counters
         self._ledger = ledger
         self._watermark_blocks = int(config.watermark * blocks.num_blocks)
@@ -133,11 +142,11 @@ class StepAdmission:
 
     def first(self) -> Sequence | None:
         """Whose turn it is."""
-        return Turns(self._returning, self._queued, self._policy).current()
+        return Turns(self._returning, self._queued, self._policy, self._seats).current()
 
     def in_turn(self) -> Iterator[Sequence]:
         """Everybody who waits, in the order in which they are looked at."""
-        turns = Turns(self._returning, self._queued, self._policy)
+        turns = Turns(self._returning, self._queued, self._policy, self._seats)
         while (sequence := turns.current()) is not None:
             yield sequence
             turns.skip()
@@ -146,7 +155,7 @@ class StepAdmission:
         """As many as places, tokens and blocks allow."""
         if len(self._running) < self._config.max_num_seqs and budget.tokens_left:
             self._ledger.put_in_order(self._queued, self._running)
-        turns = Turns(self._returning, self._queued, self._policy)
+        turns = Turns(self._returning, self._queued, self._policy, self._seats)
         look_past = LookPast(self._config.admission_look_past, self._config.max_head_passes)
         while (sequence := turns.current()) is not None:
             if len(self._running) >= self._config.max_num_seqs:

@@ -14,6 +14,7 @@ from replica.preemption import VictimChoice, take_back_by
 from replica.prefill_lanes import PrefillLanes
 from replica.progress import SchedulerCounters
 from replica.running_set import RunningSet
+from replica.seat_shares import SeatShares
 from replica.speculation import Speculation
 from replica.step_admission import StepAdmission
 from replica.tenant_ledger import TenantLedger
@@ -37,6 +38,7 @@ class StepRules:
         self.config = config
         self.max_batched = config.max_num_batched_tokens
         self.policy = make_policy(config)
+        self.seats = SeatShares(running)
         self.victims = VictimChoice(config, self.policy, blocks)
         self.take_back = take_back_by(config.preemption_mode, blocks)
         self.admission = StepAdmission(config, self.policy, blocks, returning, queued, running, counters, ledger)

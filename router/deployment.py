@@ -174,6 +174,7 @@ def router_deployment(
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=0.1,
         graceful_shutdown_timeout_s=longest_stream_s,
+        max_surge_percent=100,  # in an update new ones are up before old ones go: with a single one nobody waits
         max_ongoing_requests=100_000,
         user_config={},  # not None, so that `reconfigure` is called from the start
     )

@@ -16,11 +16,12 @@ from __future__ import annotations
 from replica.messages import FINAL_REFUSALS, Ask, Grant, OrderKey, RefusalReason, ReplicaId, ReplicaLoad, RequestId
 from router.ask_round import AskRound
 from router.door import Door
+from router.early_moves import EarlyMoves
 from router.eligibility import Eligibility
 from router.held_requests import HeldRequests
 from router.hold_times import HoldTimes
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
-from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, Journal, grounds
+from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, TAKEN_AWAY, Journal, grounds
 from router.last_word import last_word, retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
 from router.patience import Patience
@@ -45,6 +46,7 @@ class Dispatcher:
         self._patience = Patience(config)
         self._hold_times = HoldTimes(self._patience)
         self._ask_round = AskRound(self._held, self._eligibility)
+        self._early_moves = EarlyMoves()
         #: what was decided, for `shoal why`; nothing is decided by it
         self.journal = Journal()
 
@@ -140,6 +142,7 @@ class Dispatcher:
         """Tokens of the request are here."""
         request = self._requests[request_id]
         request.has_begun = request.is_returning = True
+        request.is_moving = False
         request.num_losses, request.resume_by = 0, None
 
     def finish(self, request_id: RequestId) -> None:
@@ -209,7 +212,7 @@ class Dispatcher:
         view.hear(load, now)
         if not load.is_ready:
             self._patience.sign(now)
-        return self._offer(view, now)
+        return [*self._offer(view, now), *self._move_early(now)]
 
     def on_moved(self, request_id: RequestId, now: float) -> list[Instruction]:
         """The replica drains and gave the request back: continue elsewhere. Not counted as a loss."""
@@ -290,7 +293,7 @@ class Dispatcher:
             silence = now - view.load_at
             if view.is_connected and silence > MAX_SILENCE_S:
                 instructions += self._leave_silent(view, silence > self._config.give_up_silent_s, now)
-        return instructions
+        return instructions + self._move_early(now)
 
     def validate(self) -> None:
         """Raises AssertionError if the books do not agree."""
@@ -356,6 +359,19 @@ class Dispatcher:
                     continue
             if self._eligibility.may_send(request, view):
                 instructions.append(self._send(request, view, now))
+        return instructions
+
+    def _move_early(self, now: float) -> list[Instruction]:
+        """Not counted as losses."""
+        instructions: list[Instruction] = []
+        for request, target in self._early_moves.due(
+            self._requests.values(), self.views.values(), self._config, self._policy, now
+        ):
+            assert request.replica_id is not None
+            self.journal.note(request.request_id, now, TAKEN_AWAY, replica=request.replica_id)
+            instructions.append(SendAbort(request.request_id, request.replica_id))
+            request.is_returning, request.is_moving = True, request.has_begun
+            instructions.append(self._send(request, target, now))
         return instructions
 
     def _lose(self, request: Tracked, now: float) -> list[Instruction]:

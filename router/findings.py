@@ -31,6 +31,7 @@ _QUEUED = ("replicas.both", "scheduler.policy", "router.max_queued_requests_per_
 _PREFILL = ("scheduler.max_num_batched_tokens", "scheduler.long_prefill_token_threshold")
 _DECODE = ("scheduler.max_num_seqs", "scheduler.max_num_batched_tokens", "scheduler.tpot_target_ms")
 _PUT_BACK = ("kv_cache.kv_cache_gib", "scheduler.max_num_seqs", "scheduler.watermark", "scheduler.max_preemptions")
+#: by somebody more urgent, or of a tenant with fewer places
 _DISPLACED = ("scheduler.policy", "scheduler.priority_ageing_s", "scheduler.max_preemptions")
 _HELD = ("router.max_queued_requests_per_replica", "router.admission_wait_ms", "replicas.both")
 

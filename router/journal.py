@@ -24,8 +24,9 @@ MAX_ENDED = 1000
 FINISHED, ABORTED, FAILED, REFUSED = "finished", "aborted", "failed", "refused"
 LOST = "lost with its replica or its step"
 GIVEN_BACK = "given back by the replica, which drains"
+TAKEN_AWAY = "taken away from the replica, which drains"
 #: events that say where a request is; those of the HTTP edge do not
-DECISIONS = frozenset({"arrived", "submitted", "placed", "held", "accepted", LOST, GIVEN_BACK})
+DECISIONS = frozenset({"arrived", "submitted", "placed", "held", "accepted", LOST, GIVEN_BACK, TAKEN_AWAY})
 #: events of one request: so many of the first and so many of the last
 _MAX_FIRST, _MAX_LAST = 32, 16
 #: replicas whose load is written down with a decision

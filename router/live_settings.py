@@ -12,6 +12,8 @@ class DispatcherConfig(msgspec.Struct, frozen=True):
     max_held_requests: int = 1024
     #: this router's part of the bound on what waits in the whole application, in sequences; None: no bound
     max_waiting: int | None = None
+    #: how long streams may end at a replica that drains before they are moved to one that does not
+    move_after_s: float = 2.0
     #: how long a request that lost its replica waits for another since the last sign that one is being mended. Of a
     #: replacement there is no sign before it is up: 2 to 12 s with the fake runner (the latter on busy cores), and
     #: loading

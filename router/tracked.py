@@ -27,6 +27,7 @@ class Tracked:
         "held_until",
         "hold_ends",
         "hold_left_s",
+        "is_moving",
         "is_returning",
         "num_losses",
         "num_sequences",
@@ -70,6 +71,8 @@ class Tracked:
         self.has_begun = False
         #: it began at a replica: no cap applies any more, and no deadline
         self.is_returning = False
+        #: taken away from a replica that drains, after its first token, and has had none since
+        self.is_moving = False
         #: a replica gave its place to a more urgent one
         self.was_shed = False
         self.held_until: float | None = None

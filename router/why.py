@@ -11,7 +11,7 @@ from typing import Any
 
 from replica.messages import ReplicaId, SequenceAccount, SequenceState, Stages, WaitCause
 from router.findings import findings
-from router.journal import GIVEN_BACK, LOST, Entry
+from router.journal import GIVEN_BACK, LOST, TAKEN_AWAY, Entry
 
 Accounts = Mapping[ReplicaId, list[SequenceAccount]]
 
@@ -210,7 +210,8 @@ def _standing_at_router(entry: Entry | None, now: float) -> _Standing:
         return _waits("arrived", "the router to place it", now - entry.opened_at)
     since_s = now - event.at
     if event.what == "held":
-        came_back = any(earlier.what in (LOST, GIVEN_BACK) for earlier in entry.events if earlier.at == event.at)
+        left = (LOST, GIVEN_BACK, TAKEN_AWAY)
+        came_back = any(earlier.what in left for earlier in entry.events if earlier.at == event.at)
         return _waits("held", "another replica" if came_back else "a replica with room in its queue", since_s)
     return _waits("placed", "the replica's answer" if event.what == "placed" else None, since_s)
 

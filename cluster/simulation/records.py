@@ -42,6 +42,8 @@ class SimRecord(msgspec.Struct):
     aborted: bool = False
     ended_s: float = 0.0
     num_ends: int = 0
+    #: times that it left a replica which drains, or was silent, for another
+    num_moves: int = 0
     #: where its time went on its last replica
     stages: Stages | None = None
 

@@ -31,6 +31,7 @@ class SimConfig(FrozenModel):
     #: of each router (`DispatcherConfig`)
     max_waiting: int | None = None
     max_held_requests: int = 1024
+    move_after_s: float = 2.0
     network_delay_s: float = 0.0005
     #: kill -9 to broken stream
     death_notice_s: float = 0.015
@@ -52,6 +53,7 @@ class SimCluster:
                     admission_wait_s=config.admission_wait_s,
                     max_waiting=config.max_waiting,
                     max_held_requests=config.max_held_requests,
+                    move_after_s=config.move_after_s,
                     priority_ageing_s=config.engine.scheduler.class_ageing_s,
                 ),
                 POLICIES[config.policy],
@@ -78,6 +80,15 @@ class SimCluster:
     def kill_at(self, time_s: float, replica_id: ReplicaId, replace_after_s: float | None = None) -> None:
         """`kill -9` at `time_s`; with `replace_after_s` another replica comes up that much later."""
         self.events.at(time_s, Rank.FAULT, lambda: self._kill(replica_id, replace_after_s))
+
+    def drain_at(
+        self, time_s: float, replica_id: ReplicaId, drain_s: float, replace_after_s: float | None = None
+    ) -> None:
+        """The replica is told to stop at `time_s`; with `replace_after_s` another one comes up that much later."""
+        self.events.at(time_s, Rank.FAULT, lambda: self.replicas[replica_id].drain(drain_s))
+        if replace_after_s is not None:
+            successor = ReplicaId(f"{replica_id}'")
+            self.events.at(time_s + replace_after_s, Rank.FAULT, lambda: self.add_replica(successor))
 
     def kill_router_at(self, time_s: float, router_id: RouterId) -> None:
         """`kill -9` of a router at `time_s`: its clients' connections break, and no other router has its requests."""

@@ -10,7 +10,7 @@ from cluster.simulation.event_queue import EventQueue, Rank
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner
-from replica.messages import Abort, Ask, DownMessage, Explain, ReplicaId, RouterId, Submit, UpMessage
+from replica.messages import Abort, Ask, DownMessage, Draining, Explain, ReplicaId, RouterId, Submit, UpMessage
 from replica.report_schedule import ReportSchedule
 from replica.router_output import RouterOutput, RouterOutputs
 from replica.step import StepPlan, StepResult
@@ -75,6 +75,21 @@ class SimReplica:
         self._publish_ended()
         for router_id in self._routers:
             self._report(router_id, RouterOutput())
+
+    def drain(self, drain_s: float) -> None:
+        """Take nothing more; what is left after `drain_s` is given back."""
+        self.core.stop_admission()
+        for router_id in self._routers:
+            self._send(self.replica_id, router_id, Draining(self._events.now + drain_s))
+        self._events.after(drain_s, Rank.FAULT, self._hand_over)
+
+    def _hand_over(self) -> None:
+        """Until nothing is left: what is in the step ends with it."""
+        if not self.is_alive:
+            return
+        for router_id, output in self.core.hand_over(self._events.now).items():
+            self._report(router_id, output)
+        self._start_soon()
 
     def die(self) -> None:
         """As by `kill -9`: nothing is sent any more."""

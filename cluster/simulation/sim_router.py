@@ -9,6 +9,7 @@ from cluster.simulation.records import SimRecord
 from replica.messages import (
     Abort,
     DownMessage,
+    Draining,
     FinishReason,
     GenerateRequest,
     Grant,
@@ -104,6 +105,8 @@ class SimRouter:
                     self._carry_out(self.dispatcher.on_connected(replica_id, now))
             case Grant():
                 self._carry_out(self.dispatcher.on_grant(replica_id, message, now))
+            case Draining():
+                self.dispatcher.on_draining(replica_id)
 
     def replica_lost(self, replica_id: ReplicaId) -> None:
         """The stream broke."""
@@ -126,6 +129,7 @@ class SimRouter:
         if output.new_token_ids:
             self.dispatcher.progressed(output.request_id)
         if output.finish_reason is FinishReason.MOVED:
+            record.num_moves += 1
             self._carry_out(self.dispatcher.on_moved(output.request_id, self._events.now))
         elif output.finish_reason is FinishReason.SHED:
             self._carry_out(self.dispatcher.on_shed(output.request_id, self._events.now))
@@ -144,6 +148,8 @@ class SimRouter:
                         Submit(self._request(request_id, instruction.is_returning), epoch, instruction.permit),
                     )
                 case SendAbort(request_id=request_id, replica_id=replica_id):
+                    if (moved := self._records.get(request_id)) is not None:
+                        moved.num_moves += 1
                     self._send(self.router_id, replica_id, Abort(request_id))
                 case Refuse(request_id=request_id):
                     if (record := self._end(request_id)) is not None:

@@ -86,8 +86,18 @@ class DispatcherMachine(RuleBasedStateMachine):
                     assert request_id in self.begun or self.losses[request_id] >= CONFIG.max_losses
                     self.end(request_id)
                 case SendAbort(replica_id=replica_id):
-                    if request_id in self.alive:  # a silent replica is left; what follows sends it elsewhere or ends it
+                    left = self.dispatcher.views.get(replica_id)
+                    if request_id not in self.alive:
+                        continue
+                    if left is not None and left.is_draining and self.now - left.load_at <= MAX_SILENCE_S:
+                        self.move(request_id, replica_id)
+                    else:  # a silent replica is left; what follows sends it elsewhere or ends it
                         self.leave(request_id, replica_id)
+
+    def move(self, request_id: RequestId, replica_id: ReplicaId) -> None:
+        """The router takes it away from a replica that drains; what follows sends it elsewhere."""
+        assert self.accepted.pop(request_id) == replica_id, "taken away before it was accepted"
+        self.returning.add(request_id)
 
     def leave(self, request_id: RequestId, replica_id: ReplicaId) -> None:
         sent = self.alive[request_id]

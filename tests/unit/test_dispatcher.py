@@ -475,3 +475,52 @@ def test_the_next_to_be_given_up_is_known_whoever_leaves_before() -> None:
     assert dispatcher.next_deadline() == 1.2
     dispatcher.abort(rid(2))
     assert dispatcher.next_deadline() is None
+
+
+def accepted(dispatcher: Dispatcher, number: int, has_begun: bool) -> None:
+    """One more request, at the replica that the dispatcher chose for it."""
+    (sent,) = dispatcher.submit(rid(number), 1, 10, 0.0)
+    assert isinstance(sent, Dispatch)
+    dispatcher.on_reply(rid(number), 1, None, "", 0.0)
+    if has_begun:
+        dispatcher.progressed(rid(number))
+
+
+def test_streams_leave_a_draining_replica_after_a_while_and_two_at_a_time() -> None:
+    dispatcher = make(A, move_after_s=2.0)
+    for number in range(3):
+        accepted(dispatcher, number, has_begun=True)
+    dispatcher.add_replica(ReplicaView(B, "address", "incarnation"))
+    dispatcher.on_load(B, ROOM, 0.0)
+    dispatcher.on_connected(B, 0.0)
+    dispatcher.on_draining(A)
+    assert dispatcher.on_load(B, ROOM, 0.0) == []
+    assert dispatcher.on_load(B, ROOM, 1.9) == []
+    moves = [SendAbort(rid(0), A), Dispatch(rid(0), B, 2, True), SendAbort(rid(1), A), Dispatch(rid(1), B, 2, True)]
+    assert dispatcher.on_load(B, ROOM, 2.0) == moves
+    assert not dispatcher.is_working_on(rid(0), A), "what A says of it is not delivered any more"
+    dispatcher.on_reply(rid(0), 2, None, "", 2.1)
+    assert dispatcher.on_load(B, ROOM, 2.1) == [], "two are still on their way"
+    dispatcher.progressed(rid(0))
+    assert dispatcher.on_load(B, ROOM, 2.2) == [SendAbort(rid(2), A), Dispatch(rid(2), B, 2, True)]
+    dispatcher.validate()
+
+
+def test_what_has_not_begun_leaves_a_draining_replica_at_once_if_there_is_room() -> None:
+    dispatcher = make(A)
+    accepted(dispatcher, 0, has_begun=False)
+    dispatcher.add_replica(ReplicaView(B, "address", "incarnation"))
+    dispatcher.on_load(B, FULL, 0.0)
+    dispatcher.on_connected(B, 0.0)
+    dispatcher.on_draining(A)
+    assert dispatcher.on_load(B, FULL, 0.1) == [], "it goes on where it is"
+    assert dispatcher.on_load(B, ROOM, 0.2) == [SendAbort(rid(0), A), Dispatch(rid(0), B, 2, True)]
+
+
+def test_nothing_is_moved_when_all_replicas_drain() -> None:
+    dispatcher = make(A, B, move_after_s=0.0)
+    accepted(dispatcher, 0, has_begun=True)
+    dispatcher.on_draining(A)
+    dispatcher.on_draining(B)
+    assert dispatcher.on_load(B, ROOM, 1.0) == []
+    assert dispatcher.is_working_on(rid(0), A)

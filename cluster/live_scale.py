@@ -1,0 +1,71 @@
+"""RAY. `shoal scale`: more or fewer replicas while the cluster runs. Those that stay are not touched; those that go
+drain, and their streams move to the others.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from cluster.config import ClusterConfig, ReplicasConfig
+from cluster.live_apply import InForce, num_replicas_held, refuse_declared, replica_states, submit_num_replicas
+from cluster.memory_room import Needs, available_bytes, memory_shortage, needs
+from cluster.ray_start import check_resources
+from replica.config import resolve
+from replica.errors import ConfigError, ShoalError
+from replica.hardware import detect_hardware
+
+#: Serve's controller turns every 0.1 s
+_LOOK_S = 0.05
+
+
+def scale(found: InForce, count: int, is_all_here: bool, tell: Callable[[str], object]) -> float:
+    """Blocks until `count` replicas are up and all others are gone; returns the seconds it took. Raises ConfigError if
+    there is no room for more, ShoalError if Serve cannot start them or another command wants another number.
+
+    `is_all_here`: the whole cluster is this machine; `tell` takes a line when something has changed.
+    """
+    refuse_declared("change `num_replicas` of the deployment Replica there, see docs/start_and_stop.md")
+    before = found.now.replicas.both
+    if count > before:
+        _check_room(found.now, count - before, is_all_here)
+    started = time.monotonic()
+    if count != before:
+        submit_num_replicas(count)
+    pause, last = threading.Event(), ""
+    while True:
+        states, trouble = replica_states()
+        if states.get("RUNNING", 0) == count and sum(states.values()) == count and num_replicas_held() == count:
+            return time.monotonic() - started
+        if trouble:
+            raise ShoalError(f"{count} replica(s) were asked for, and Serve has trouble with them: {trouble}")
+        if time.monotonic() - started > 1.0 and (held := num_replicas_held()) != count:
+            raise ShoalError(f"superseded by another change; Serve keeps {held} replica(s) up now")
+        if (line := _told(states)) != last:
+            tell(line)
+            last = line
+        pause.wait(_LOOK_S)
+
+
+def _told(states: dict[str, int]) -> str:
+    words = {"RUNNING": "up", "STOPPING": "draining", "STARTING": "starting"}
+    return ", ".join(f"{n} {words.get(state, state.lower())}" for state, n in sorted(states.items()) if n)
+
+
+def _check_room(config: ClusterConfig, more: int, is_all_here: bool) -> None:
+    check_resources(_with(config, more))
+    if not is_all_here or config.runner != "torch":
+        return
+    from cluster import model_store
+
+    engine = resolve(config.engine_config(), detect_hardware(), config.replicas.both)
+    folder = model_store.resolve(config.model)
+    one, all_of_them = needs(_with(config, 1), engine, folder), needs(_with(config, 1 + more), engine, folder)
+    wanted = Needs(all_of_them.processes - one.processes, all_of_them.weights - one.weights, all_of_them.kv - one.kv)
+    if short := memory_shortage(_with(config, more), engine, wanted, available_bytes()):
+        raise ConfigError(short)
+
+
+def _with(config: ClusterConfig, count: int) -> ClusterConfig:
+    return config.model_copy(update={"replicas": ReplicasConfig(both=count)})
