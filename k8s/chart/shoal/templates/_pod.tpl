@@ -115,7 +115,8 @@ spec:
     {{- end }}
     {{- end }}
     {{- if and (eq .group "router") $v.tenants.secretName }}
-    - {name: tenants, secret: {secretName: {{ $v.tenants.secretName }}, defaultMode: 288} # 0440}
+    # 0440, which YAML 1.1 and 1.2 read differently
+    - {name: tenants, secret: {secretName: {{ $v.tenants.secretName }}, defaultMode: 288}}
     {{- end }}
 {{- end -}}
 
