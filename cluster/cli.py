@@ -1,5 +1,5 @@
-"""RAY. The `shoal` command: serve, set, get, status, why, k8s, key, model. Heavy imports happen inside the commands, so that
-`shoal --help` is instant.
+"""RAY. The `shoal` command: serve, set, get, status, why, k8s, key, model. Heavy imports happen inside the commands, so
+that `shoal --help` is instant.
 """
 
 from __future__ import annotations

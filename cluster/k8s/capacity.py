@@ -97,5 +97,8 @@ def _fit(
 
 
 def _text(resources: Mapping[str, Any]) -> str:
-    parts = [f"{name} {value:g}" if isinstance(value, float | int) else f"{name}={value}" for name, value in resources.items()]
+    parts = [
+        f"{name} {value:g}" if isinstance(value, float | int) else f"{name}={value}"
+        for name, value in resources.items()
+    ]
     return ", ".join(parts)

@@ -20,7 +20,9 @@ def add(commands: Any) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     render = actions.add_parser("render", help="what the chart makes of a configuration")
     render.add_argument("--config", help="YAML file with the keys of ClusterConfig, as for `shoal serve`")
-    render.add_argument("--values", action="append", default=[], help="values of the chart, over --config; may be repeated")
+    render.add_argument(
+        "--values", action="append", default=[], help="values of the chart, over --config; may be repeated"
+    )
     render.add_argument(
         "--output",
         choices=["serve", "values", "manifests"],

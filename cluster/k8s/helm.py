@@ -28,13 +28,15 @@ def template(
     api_versions: Sequence[str] = (),
     helm: str = "helm",
 ) -> str:
-    """All documents of the chart with `values`. Raises ConfigError with the chart's sentence, and ShoalError if there is
-    no helm or no chart.
+    """All documents of the chart with `values`. Raises ConfigError with the chart's sentence, and ShoalError if there
+    is no helm or no chart.
     """
     if shutil.which(helm) is None:
         raise ShoalError(f"rendering pods runs {helm} (3.14 or newer), which is not on PATH; --output serve needs none")
     if not str(chart).startswith("oci://") and not Path(chart).exists():
-        raise ShoalError(f"--chart {chart}: not found; give the folder k8s/chart/shoal of the repository, or a packed chart")
+        raise ShoalError(
+            f"--chart {chart}: not found; give the folder k8s/chart/shoal of the repository, or a packed chart"
+        )
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         yaml.safe_dump(dict(values), file)
         file.flush()

@@ -76,10 +76,10 @@ def _cluster(service: Document) -> Iterator[Finding]:
     redis = {"RAY_REDIS_ADDRESS", "REDIS_PASSWORD"} & environment(ray_container(head)).keys()
     if redis or "redis-password" in (head.get("rayStartParams") or {}):
         yield Finding(path, f"{', '.join(sorted(redis)) or 'redis-password'} belongs to gcsFaultToleranceOptions")
-    if state and state.get("backend") == "rocksdb":
+    if state is not None and state.get("backend") == "rocksdb":
         text = "rocksdb needs the operator's alpha feature gate GCSFaultToleranceEmbeddedStorage"
         yield Finding(f"{_CLUSTER}.gcsFaultToleranceOptions.backend", text)
-    elif state and not state.get("redisAddress"):
+    elif state is not None and not state.get("redisAddress"):
         yield Finding(f"{_CLUSTER}.gcsFaultToleranceOptions.redisAddress", "is missing")
     if state and state.get("externalStorageNamespace"):
         text = "leave it out: two clusters of an upgrade would share one state"
@@ -114,7 +114,9 @@ def _group(service: Document, path: str, group: Document, is_head: bool) -> Iter
     v2 = (cluster.get("autoscalerOptions") or {}).get("version") == "v2"
     scales = bool(cluster.get("enableInTreeAutoscaling"))
     if scales and not v2:
-        yield Finding(f"{_CLUSTER}.autoscalerOptions.version", "needs to be v2, explicitly: v1 ended all nodes at a slow API")
+        yield Finding(
+            f"{_CLUSTER}.autoscalerOptions.version", "needs to be v2, explicitly: v1 ended all nodes at a slow API"
+        )
     if group.get("resources") and set(_COUNTED) & set(params):
         yield Finding(path, f"{', '.join(sorted(set(_COUNTED) & set(params)))} both in rayStartParams and in resources")
     if "labels" in params:
@@ -139,7 +141,7 @@ def _container(path: str, container: Document) -> Iterator[Finding]:
     ports = container.get("ports") or []
     if ports and not any(str(port.get("name", "")).split("-")[0] == "serve" for port in ports):
         yield Finding(f"{path}.ports", "none is named serve, so the operator makes no Service for clients")
-    if "ray stop" in str(container.get("lifecycle")):
+    if re.search(r"\bray\W+stop\b", str(container.get("lifecycle"))):  # as one text, or as words of a list
         yield Finding(f"{path}.lifecycle.preStop", "`ray stop` kills replicas before they drain; sleep instead")
     resources = container.get("resources") or {}
     limit, request = ((resources.get(part) or {}).get("memory") for part in ("limits", "requests"))

@@ -20,8 +20,8 @@ from cluster.k8s.quantity import quantity
 Schema = Mapping[str, Any]
 #: fields that every object has, beside those of its schema
 _METADATA = frozenset(
-    ["name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences", "creationTimestamp"]
-    + ["uid", "resourceVersion", "generation", "managedFields"]
+    "name namespace labels annotations generateName finalizers ownerReferences creationTimestamp "
+    "uid resourceVersion generation managedFields".split()
 )
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -69,7 +69,9 @@ def _metadata(metadata: Any) -> Iterator[Finding]:
 def _unknown(key: str, known: Any) -> str:
     close = get_close_matches(key, list(known), n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"unknown field{hint}" if hint or not known else f"unknown field; known here: {', '.join(sorted(known)[:12])}"
+    return (
+        f"unknown field{hint}" if hint or not known else f"unknown field; known here: {', '.join(sorted(known)[:12])}"
+    )
 
 
 def _walk(schema: Schema, value: Any, path: str, old: Any) -> Iterator[Finding]:

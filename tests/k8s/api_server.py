@@ -1,7 +1,8 @@
 """A stand-in for a Kubernetes API server, on loopback and in memory: enough of it for the real helm and kubectl.
 
-It has discovery, reading and writing of objects, dry runs, and the strict validation that decides what it takes. It has no
-controllers: nothing happens because of an object. A server-side apply is taken as a replacement, since there is one manager.
+It has discovery, reading and writing of objects, dry runs, and the strict validation that decides what it takes. It has
+no controllers: nothing happens because of an object. A server-side apply is taken as a replacement, since there is one
+manager.
 """
 
 from __future__ import annotations
@@ -71,7 +72,9 @@ class ApiServer:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 try:
                     with server._lock:
-                        code, answer = server.answer(self.command, self.path, body, self.headers.get("Content-Type", ""))
+                        code, answer = server.answer(
+                            self.command, self.path, body, self.headers.get("Content-Type", "")
+                        )
                 except Refused as refused:
                     code, answer = refused.code, refused.status
                 text = json.dumps(answer).encode()
@@ -114,7 +117,9 @@ class ApiServer:
         path = url.path.rstrip("/")
         if (found := self._discovery(path)) is not None:
             return 200, found
-        match = re.fullmatch(r"/(?:api/(v1)|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+))?(?:/([^/]+))?(?:/([^/]+))?", path)
+        match = re.fullmatch(
+            r"/(?:api/(v1)|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+))?(?:/([^/]+))?(?:/([^/]+))?", path
+        )
         if match is None:
             raise Refused(404, "NotFound", f"no such path {path}")
         version, namespace, plural, name = match[1] or match[2], match[3], match[4], match[5]
@@ -138,7 +143,9 @@ class ApiServer:
         return self.objects[key]
 
     def _list(self, key: tuple[str, str, str, str], kind: str, query: dict[str, str]) -> Object:
-        terms = [term.replace("==", "=").split("=") for term in query.get("labelSelector", "").split(",") if "=" in term]
+        terms = [
+            term.replace("==", "=").split("=") for term in query.get("labelSelector", "").split(",") if "=" in term
+        ]
         items = [
             one
             for (version, plural, namespace, _), one in self.objects.items()
@@ -166,7 +173,10 @@ class ApiServer:
             clean["metadata"].pop(field, None)
         if wrong := self._validate(clean, old):
             raise Refused(422, "Invalid", f'{kind} "{name}" is invalid: {"; ".join(wrong)}')
-        if old is not None and clean == {**old, "metadata": {k: v for k, v in old["metadata"].items() if k not in _SERVER_SIDE}}:
+        if old is not None and clean == {
+            **old,
+            "metadata": {k: v for k, v in old["metadata"].items() if k not in _SERVER_SIDE},
+        }:
             return 200, old
         number = next(self._numbers)
         before = old["metadata"] if old else {"uid": f"uid-{number}", "creationTimestamp": "2026-01-01T00:00:00Z"}
@@ -184,7 +194,11 @@ class ApiServer:
         if path == "/api":
             return {"kind": "APIVersions", "versions": ["v1"]}
         if path == "/apis":
-            return {"kind": "APIGroupList", "apiVersion": "v1", "groups": [_group(one) for one in RESOURCES if "/" in one]}
+            return {
+                "kind": "APIGroupList",
+                "apiVersion": "v1",
+                "groups": [_group(one) for one in RESOURCES if "/" in one],
+            }
         places = {f"{'apis' if '/' in one else 'api'}/{one}": one for one in RESOURCES}
         if path == "/openapi/v3":
             return {"paths": {place: {"serverRelativeURL": f"/openapi/v3/{place}"} for place in places}}
@@ -192,7 +206,13 @@ class ApiServer:
             return _openapi(version)
         if version := places.get(path.removeprefix("/")):
             resources = [
-                {"name": plural, "singularName": kind.lower(), "namespaced": kind != "Namespace", "kind": kind, "verbs": _VERBS}
+                {
+                    "name": plural,
+                    "singularName": kind.lower(),
+                    "namespaced": kind != "Namespace",
+                    "kind": kind,
+                    "verbs": _VERBS,
+                }
                 for plural, kind in RESOURCES[version].items()
             ]
             return {"kind": "APIResourceList", "apiVersion": "v1", "groupVersion": version, "resources": resources}
@@ -219,7 +239,12 @@ def _openapi(version: str) -> Object:
         }
         for plural, kind in RESOURCES[version].items()
     }
-    return {"openapi": "3.0.0", "info": {"title": "stand-in", "version": "1"}, "components": {"schemas": {}}, "paths": paths}
+    return {
+        "openapi": "3.0.0",
+        "info": {"title": "stand-in", "version": "1"},
+        "components": {"schemas": {}},
+        "paths": paths,
+    }
 
 
 def merged(old: Object, patch: Object) -> Object:

@@ -1,5 +1,5 @@
-"""What is made of the chart for people who do not use Helm, and the schema of its values. `python -m tests.k8s.generate`
-writes it; a test compares.
+"""What is made of the chart for people who do not use Helm, and the schema of its values.
+`python -m tests.k8s.generate` writes it; a test compares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "tp2.yaml": (
         "n-replicas-tp2",
         {"headState": {"address": "redis:6379"}, "cache": {"size": "", "existingClaim": "models"}},
-        "Needed: Redis at redis:6379, its password in the Secret shoal-redis (key password), a claim `models` (ReadWriteMany).",
+        "Needed: Redis at redis:6379, its password in the Secret shoal-redis, a claim `models` for all pods.",
     ),
     "pd.yaml": (
         "pd-1p2d",
@@ -72,7 +72,11 @@ def _kustomize() -> dict[Path, str]:
     }
     for name, source in OVERLAYS.items():
         wanted = {_key(one): one for one in documents(render(source))}
-        patches = [_with_key(_difference(base[key], one), key, one) for key, one in wanted.items() if key in base and base[key] != one]
+        patches = [
+            _with_key(_difference(base[key], one), key, one)
+            for key, one in wanted.items()
+            if key in base and base[key] != one
+        ]
         patches += [_with_key({"$patch": "delete"}, key, one) for key, one in base.items() if key not in wanted]
         more = [one for key, one in wanted.items() if key not in base]
         place = folder / "overlays" / name

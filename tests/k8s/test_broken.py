@@ -26,7 +26,9 @@ BASE = CHART / "ci" / "n-replicas-tp2.yaml"
 def refusal(helm: str, path: Path, name: str = "shoal") -> str:
     """What helm or our check says; empty if both take it."""
     command = [str(tools.fetched(helm) / "helm"), "template", name, str(CHART), "--api-versions", MONITORING]
-    done = subprocess.run([*command, "--values", str(BASE), "--values", str(path)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "--values", str(BASE), "--values", str(path)], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         return reason(done.stderr)
     return "\n".join(str(one) for document in check_text(done.stdout, path.name) for one in document.findings)
@@ -61,8 +63,9 @@ def test_a_bad_release_name_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", DERIVED)
 def test_a_derived_key_in_config_is_refused_by_both(key: str, tmp_path: Path) -> None:
-    value = {"replicas.both": 2, "tensor_parallel_size": 2, "num_gpus_per_replica": 2, "max_model_len": 4096}.get(key)
-    value = value or {"drain_s": 5, "longest_stream_s": 5, "router.replicas": 2, "http.api_keys": ["k"]}.get(key, "PACK")
+    numbers = ("replicas.both", "tensor_parallel_size", "num_gpus_per_replica", "router.replicas", "drain_s")
+    value: object = 2 if key in (*numbers, "longest_stream_s") else 4096 if key == "max_model_len" else "PACK"
+    value = ["k"] if key == "http.api_keys" else value
     config: dict[str, object] = {key.partition(".")[0]: {key.partition(".")[2]: value} if "." in key else value}
     path = tmp_path / "values.yaml"
     path.write_text(yaml.safe_dump({"config": config}))

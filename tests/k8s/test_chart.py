@@ -176,8 +176,13 @@ def test_selectors_select(path: Path) -> None:
 
 
 def test_budgets_are_integers_and_let_one_pod_go() -> None:
-    budgets = [one for one in documents(rendered("helm4", CHART / "ci" / "everything.yaml")) if "minAvailable" in one["spec"]]
-    assert {one["metadata"]["name"]: one["spec"]["minAvailable"] for one in budgets} == {"shoal-router": 2, "shoal-both": 1}
+    budgets = [
+        one for one in documents(rendered("helm4", CHART / "ci" / "everything.yaml")) if "minAvailable" in one["spec"]
+    ]
+    assert {one["metadata"]["name"]: one["spec"]["minAvailable"] for one in budgets} == {
+        "shoal-router": 2,
+        "shoal-both": 1,
+    }
     assert all("maxUnavailable" not in one["spec"] for one in budgets)
 
 
@@ -195,7 +200,10 @@ def test_pods_run_as_nobody_special() -> None:
         for _, name, group in groups(service_of(rendered("helm4", path))):
             pod, container = group["template"]["spec"], ray_container(group)
             assert pod["securityContext"]["runAsNonRoot"], name
-            assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
 
 
 #: where a pod listens, by container port; the table "What listens where" in k8s/README.md says the same

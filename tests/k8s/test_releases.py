@@ -67,7 +67,12 @@ def test_helm_install_upgrade_rollback_uninstall(name: str, api: ApiServer, run:
     helm = tools.fetched(name) / "helm"
     run(helm, "install", "chat", str(CHART), "--values", str(VALUES))
     installed = api.of_kind("RayService")["chat"]
-    assert {one["kind"] for one in api.objects.values()} >= {"RayService", "PodDisruptionBudget", "PodMonitor", "StatefulSet"}
+    assert {one["kind"] for one in api.objects.values()} >= {
+        "RayService",
+        "PodDisruptionBudget",
+        "PodMonitor",
+        "StatefulSet",
+    }
 
     run(helm, "upgrade", "chat", str(CHART), "--values", str(VALUES), "--set", "config.scheduler.max_num_seqs=32")
     upgraded = api.of_kind("RayService")["chat"]
@@ -132,7 +137,9 @@ def test_kubectl_apply_of_what_the_schema_refuses(api: ApiServer, run: Any, kube
     assert not api.of_kind("RayService")
 
 
-def test_the_backend_of_the_heads_state_can_not_be_changed(api: ApiServer, run: Any, kubectl: Path, tmp_path: Path) -> None:
+def test_the_backend_of_the_heads_state_can_not_be_changed(
+    api: ApiServer, run: Any, kubectl: Path, tmp_path: Path
+) -> None:
     """A rule that the schema holds for changes alone."""
     manifest = tmp_path / "all.yaml"
     text = rendered("helm4", VALUES).replace("redisAddress:", "backend: redis\n      redisAddress:")

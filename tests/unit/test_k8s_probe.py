@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import runpy
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROBE = Path(__file__).resolve().parents[2] / "k8s" / "probe.py"
+from cluster.k8s import probe
+
 RAYLET, PROXY = "/api/local_raylet_healthz", "/-/healthz"
 OK = (200, b"success")
 
 
 @pytest.fixture
 def main() -> Any:
-    return runpy.run_path(str(PROBE), run_name="probe")["main"]
+    return probe.main
 
 
 @pytest.fixture
