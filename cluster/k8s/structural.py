@@ -19,10 +19,9 @@ from cluster.k8s.quantity import quantity
 
 Schema = Mapping[str, Any]
 #: fields that every object has, beside those of its schema
-_METADATA = frozenset(
-    "name namespace labels annotations generateName finalizers ownerReferences creationTimestamp "
-    "uid resourceVersion generation managedFields".split()
-)
+_OF_A_PERSON = ("name", "namespace", "labels", "annotations", "generateName", "finalizers", "ownerReferences")
+_OF_THE_SERVER = ("creationTimestamp", "uid", "resourceVersion", "generation", "managedFields")
+_METADATA = frozenset(_OF_A_PERSON + _OF_THE_SERVER)
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),

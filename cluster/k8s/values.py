@@ -204,7 +204,7 @@ class NetworkPolicyValues(FrozenModel):
 class MonitoringValues(FrozenModel):
     """For Prometheus Operator, where the cluster has it."""
 
-    enabled: bool = Field(True, description="PodMonitors and rules.")
+    enabled: bool = Field(True, description="PodMonitors.")
     labels: dict[str, str] = Field({"release": "prometheus"}, description="That Prometheus selects by.")
 
 
