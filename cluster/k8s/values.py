@@ -204,7 +204,7 @@ class NetworkPolicyValues(FrozenModel):
 class MonitoringValues(FrozenModel):
     """For Prometheus Operator, where the cluster has it."""
 
-    enabled: bool = Field(True, description="PodMonitors.")
+    enabled: bool = Field(True, description="PodMonitors and alerts.")
     labels: dict[str, str] = Field({"release": "prometheus"}, description="That Prometheus selects by.")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -222,3 +223,18 @@ def test_the_readme_names_every_port() -> None:
     text = (ROOT / "k8s" / "README.md").read_text()
     table = text.partition("## What listens where")[2].partition("\n## ")[0]
     assert [port for port in sorted(found) if f"| {port} |" not in table] == []
+
+
+#: of the operator; everything else in an alert is ours
+OPERATORS_METRICS = {"kuberay_service_condition_upgrade_in_progress"}
+
+
+def test_alerts_name_metrics_that_are_there() -> None:
+    """Dead alerts look like good news."""
+    everything = documents(rendered("helm4", CHART / "ci" / "single.yaml", MONITORING))
+    rules = next(one for one in everything if one["kind"] == "PrometheusRule")["spec"]["groups"][0]["rules"]
+    named = {name for rule in rules for name in re.findall(r"(?:vllm:|shoal_|kuberay_)\w+", rule["expr"])}
+    glossary = set(re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE))
+    assert len(named) >= 6
+    assert {name.removesuffix("_total") for name in named} - OPERATORS_METRICS <= glossary
+    assert all('release="shoal"' in rule["expr"] or "kuberay_" in rule["expr"] for rule in rules)
