@@ -15,13 +15,16 @@ from cluster.k8s.structural import check_object
 
 
 @functools.cache
+def _definitions(folder: Path) -> Registry:
+    return Resource.from_contents(json.loads((folder / "_definitions.json").read_text())) @ Registry()
+
+
+@functools.cache
 def _validator(folder: Path, kind: str, api_version: str) -> jsonschema.Draft202012Validator:
     group, _, version = api_version.rpartition("/")
     name = f"{kind.lower()}-{group.split('.')[0] + '-' if group else ''}{version}.json"
     schema = json.loads((folder / name).read_text())
-    definitions = json.loads((folder / "_definitions.json").read_text())
-    registry: Registry = Resource.from_contents(definitions) @ (Resource.from_contents(schema) @ Registry())
-    return jsonschema.Draft202012Validator(schema, registry=registry)
+    return jsonschema.Draft202012Validator(schema, registry=Resource.from_contents(schema) @ _definitions(folder))
 
 
 def errors(document: dict[str, Any], schemas: Path, old: dict[str, Any] | None = None) -> list[str]:
