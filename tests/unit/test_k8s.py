@@ -8,6 +8,7 @@ what they should is not (k8s/README.md says so).
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ import yaml
 from cluster import cli
 from cluster.config import load
 from cluster.k8s import capacity, operator_rules, roles, serve_check
-from cluster.k8s.check import check_text, schema_of
+from cluster.k8s.check import Document as Checked
+from cluster.k8s.check import schema_of
 from cluster.k8s.quantity import quantity
 from cluster.k8s.structural import check_object
 from cluster.resources import fits
@@ -31,10 +33,15 @@ Document = dict[str, Any]
 Change = Callable[[Document], object]
 
 
-def read(path: Path) -> Document:
+@functools.cache
+def _parsed(path: Path) -> Document:
     found = yaml.safe_load(path.read_text(encoding="utf-8"))
     assert isinstance(found, dict)
     return found
+
+
+def read(path: Path) -> Document:
+    return copy.deepcopy(_parsed(path))
 
 
 @pytest.fixture
@@ -76,8 +83,7 @@ def served(service: Document, change: Change) -> None:
 
 
 def findings(service: Document) -> str:
-    (document,) = check_text(yaml.safe_dump(service), "file.yaml")
-    return "\n".join(str(finding) for finding in document.findings)
+    return "\n".join(str(finding) for finding in Checked("file.yaml", service).findings)
 
 
 @pytest.mark.parametrize("path", [MANIFEST, TP2], ids=lambda path: path.stem)
