@@ -98,6 +98,7 @@ def main() -> int:
     import benchmarks.claims_drain
     import benchmarks.claims_engine
     import benchmarks.claims_findings
+    import benchmarks.claims_k8s
     import benchmarks.claims_line
     import benchmarks.claims_load
     import benchmarks.claims_models

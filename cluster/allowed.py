@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 
 #: pydantic's names of limits
 _LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_RANGE = "a list of two whole numbers, the lower first"
 _KINDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
 
 
@@ -29,8 +30,12 @@ def _kind(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is Literal:
         return " or ".join(str(value) for value in get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of texts" if get_args(kind)[0] is str else "a list of two whole numbers, the lower first"
+        if get_args(kind)[0] is str:
+            return "a list of texts"
+        return "a list of sections" if get_origin(get_args(kind)[0]) is dict else _RANGE
     if get_origin(kind) is dict:
+        if get_args(kind)[1] is str:
+            return "a text for each name"
         return "a section for each name"
     word = _KINDS[kind]
     if kind in (int, float) and (limits := _limits(field)):

@@ -43,6 +43,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         request_router_class="router.membership:Membership",
         bundles=config.bundles,
         bundle_strategy=config.rank_placement,
+        node_label=config.node_label,
         set_up_logs=join_serve_logs,
         tell=partial(tell_line, terminal),
     )
@@ -51,6 +52,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         num_routers=config.router.replicas,
         longest_stream_s=config.longest_stream_s,
         env_vars=SERVE_ENV,
+        node_label=config.node_label,
         model=config.model,
         model_source=model_store.resolve,
         settings={

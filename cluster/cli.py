@@ -1,5 +1,5 @@
-"""RAY. The `shoal` command: serve, set, get, scale, status, why, key, model. Heavy imports happen inside the commands,
-so that `shoal --help` is instant.
+"""RAY. The `shoal` command: serve, set, get, scale, status, why, k8s, key, model. Heavy imports happen inside the
+commands, so that `shoal --help` is instant.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import yaml
 
 from cluster import __version__
 from cluster.config import PlainYaml
+from cluster.k8s import command as k8s_command
 from replica.errors import ConfigError, ShoalError
 
 #: `shoal serve` flag -> key of ClusterConfig
@@ -76,6 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     why.add_argument("--json", action="store_true", help="machine-readable")
     why.set_defaults(run=_why, parser=why)
     _add_knobs(commands)
+    k8s_command.add(commands)
     key = commands.add_parser("key", help="make an API key for a tenant, or the hash of one")
     key.add_argument("--hash", action="store_true", help="of a key on standard input, and nothing else")
     key.set_defaults(run=_key, parser=key)

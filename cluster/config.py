@@ -125,6 +125,12 @@ class ClusterConfig(FrozenModel):
         "which several ranks always do.",
     )
     num_cpus_per_replica: float = Field(1, ge=0, description="CPUs Ray reserves for a replica.")
+    node_label: str | None = Field(
+        None,
+        pattern=r"^([a-z0-9][a-z0-9.-]{0,252}/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$",
+        description="Ray label whose value says which role a node is for: `router`, or the role of a replica. With it "
+        "each router has a node of its own. auto: any node will do.",
+    )
     drain_s: float = Field(
         30, ge=0, le=3600, description="How long a stopping replica lets requests end before it moves them."
     )

@@ -34,6 +34,21 @@ def shortage(replica: Sequence[Resources], num_replicas: int, strategy: str, nod
     return ""
 
 
+def fits(
+    replica: Sequence[Resources], num_replicas: int, strategy: str, rooms: Sequence[Resources], one_each: bool = False
+) -> tuple[int, int]:
+    """How many replicas find a place, and how many of `rooms` then hold something. `one_each`: one replica a room."""
+    free = [dict(room) for room in rooms]
+    full = [dict(room) for room in rooms]
+    parts = [_sum(replica)] if strategy == "STRICT_PACK" else list(replica)
+    placed = 0
+    while placed < num_replicas and _take(
+        parts, [f for f, was in zip(free, full, strict=True) if not one_each or f == was]
+    ):
+        placed += 1
+    return placed, sum(1 for now, was in zip(free, full, strict=True) if now != was)
+
+
 def _take(parts: Iterable[Resources], free: list[dict[str, float]]) -> bool:
     for part in parts:
         room = next((one for one in free if all(one.get(k, 0) + _SLACK >= v for k, v in part.items())), None)

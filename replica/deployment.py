@@ -181,10 +181,12 @@ def replica_deployment(
     bundles: list[dict[str, float]] | None = None,
     bundle_strategy: str = "STRICT_PACK",
     role: Role = Role.BOTH,
+    node_label: str | None = None,
 ) -> serve.Application:
     """The Serve application node for `num_replicas` replicas of one role.
 
     `bundles`: what Ray reserves for a replica with worker actors, its own place first, then one for each rank.
+    `node_label`: only nodes whose Ray label of that name is the role.
     `request_router_class` is the import path of the observer that tells routers who is there; `set_up_logs` is called
     in each process, first of all; `tell` takes what people should know at once. Why these options:
     `docs/architecture.md`, "Ray Serve settings".
@@ -192,15 +194,21 @@ def replica_deployment(
     from ray.serve.config import RequestRouterConfig
 
     placement: dict[str, Any] = {}
+    actor_options: dict[str, Any] = {"num_cpus": num_cpus, "runtime_env": {"env_vars": env_vars}}
+    on_nodes = {node_label: role.value} if node_label else {}
     if bundles is not None:
         placement = {"placement_group_bundles": bundles, "placement_group_strategy": bundle_strategy}
+        if on_nodes:
+            placement["placement_group_bundle_label_selector"] = [on_nodes] * len(bundles)
+    elif on_nodes:
+        actor_options["label_selector"] = on_nodes
     # Serve checks and converts its options itself; its stubs do not know the plain-class form
     decorate: Any = serve.deployment
     deployment = decorate(
         Replica,
         name="Replica",
         num_replicas=num_replicas,
-        ray_actor_options={"num_cpus": num_cpus, "runtime_env": {"env_vars": env_vars}},
+        ray_actor_options=actor_options,
         **placement,
         # one line per health probe and status call would bury everything else
         logging_config={"enable_access_log": False},

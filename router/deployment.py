@@ -159,15 +159,26 @@ def router_deployment(
     num_routers: int,
     longest_stream_s: float,
     env_vars: dict[str, str],
+    node_label: str | None = None,
     **kwargs: Any,
 ) -> serve.Application:
-    """The ingress node of the Serve application. `kwargs` go to `Router`; options: `docs/architecture.md`."""
+    """The ingress node of the Serve application. `kwargs` go to `Router`; options: `docs/architecture.md`.
+
+    `node_label`: only nodes whose Ray label of that name is `router`, and one router on each, so that losing a node
+    costs one.
+    """
+    actor_options: dict[str, Any] = {"num_cpus": 0.1, "runtime_env": {"env_vars": env_vars}}
+    placement: dict[str, Any] = {}
+    if node_label:
+        actor_options["label_selector"] = {node_label: "router"}
+        placement = {"max_replicas_per_node": 1}
     decorate: Any = serve.deployment  # its stubs do not know the plain-class form
     deployment = decorate(
         serve.ingress()(Router),
         name="Router",
         num_replicas=num_routers,
-        ray_actor_options={"num_cpus": 0.1, "runtime_env": {"env_vars": env_vars}},
+        ray_actor_options=actor_options,
+        **placement,
         # one line per health probe and status call would bury everything else
         logging_config={"enable_access_log": False},
         health_check_period_s=1,

@@ -1,4 +1,5 @@
-"""The Kubernetes manifest: valid for the CRD, for Ray's parser, for our own config, and with a drain chain that holds.
+"""`shoal k8s check` finds what is wrong, each in a sentence that names place, value and what is needed; and nothing is
+wrong with the plain manifest. (tests/k8s looks at everything that the chart renders.)
 
 What is checked here is what can be checked without a cluster. That the operator, the scheduler and the network then do
 what they should is not (k8s/README.md says so).
@@ -8,329 +9,348 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-import json
-import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
-from pydantic import BaseModel
 
+from cluster import cli
 from cluster.config import load
-from cluster.live_knobs import lay_over
-from cluster.serve_env import SERVE_ENV
-from replica.errors import ConfigError
+from cluster.k8s import capacity, operator_rules, roles, serve_check
+from cluster.k8s.check import Document as Checked
+from cluster.k8s.check import schema_of
+from cluster.k8s.quantity import quantity
+from cluster.k8s.structural import check_object
+from cluster.resources import fits
 
 ROOT = Path(__file__).resolve().parents[2]
-MANIFEST = ROOT / "k8s" / "rayservice.yaml"
+MANIFEST = ROOT / "k8s" / "rayservice" / "single-cpu.yaml"
+TP2 = ROOT / "k8s" / "rayservice" / "tp2.yaml"
 
 Document = dict[str, Any]
+Change = Callable[[Document], object]
 
 
-def documents() -> list[Document]:
-    return [d for d in yaml.safe_load_all(MANIFEST.read_text(encoding="utf-8")) if d]
+@functools.cache
+def _parsed(path: Path) -> Document:
+    found = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert isinstance(found, dict)
+    return found
+
+
+def read(path: Path) -> Document:
+    return copy.deepcopy(_parsed(path))
 
 
 @pytest.fixture
 def service() -> Document:
-    """The RayService, free to be changed."""
-    return next(d for d in documents() if d["kind"] == "RayService")
+    """The RayService, free to be changed: two CPU replicas and a router."""
+    return read(MANIFEST)
 
 
-@pytest.fixture
-def config(service: Document) -> Document:
-    """Its serveConfigV2, parsed."""
-    parsed = yaml.safe_load(service["spec"]["serveConfigV2"])
-    assert isinstance(parsed, dict)
-    return parsed
-
-
-def groups(service: Document) -> Iterator[tuple[str, Document]]:
-    cluster = service["spec"]["rayClusterConfig"]
-    yield "head", cluster["headGroupSpec"]
-    for group in cluster["workerGroupSpecs"]:
-        yield group["groupName"], group
-
-
-# ---- the custom resource ------------------------------------------------------------------------------------------
-
-
-def as_json_schema(schema: Any) -> Any:
-    """A structural CRD schema as plain JSON schema that refuses unknown fields, as a strict API server does."""
-    if isinstance(schema, list):
-        return [as_json_schema(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    plain = {
-        key: value if key in ("enum", "required", "default") else as_json_schema(value) for key, value in schema.items()
-    }
-    if isinstance(schema.get("properties"), dict):
-        plain["properties"] = {name: as_json_schema(sub) for name, sub in schema["properties"].items()}
-    if schema.get("x-kubernetes-int-or-string"):
-        plain["type"] = ["integer", "string"]
-        plain.pop("anyOf", None)
-    if schema.get("nullable") and isinstance(plain.get("type"), str):
-        plain["type"] = [plain["type"], "null"]
-    open_ended = schema.get("x-kubernetes-preserve-unknown-fields") or schema.get("x-kubernetes-embedded-resource")
-    if (
-        schema.get("type") == "object"
-        and "properties" in schema
-        and "additionalProperties" not in schema
-        and not open_ended
-    ):
-        plain["additionalProperties"] = False
-    return plain
-
-
-@functools.cache
-def crd_validator(path: Path) -> jsonschema.Draft7Validator:
-    strict = as_json_schema(json.loads(path.read_text(encoding="utf-8")))
-    strict["properties"]["metadata"] = {"type": "object"}  # the API server's own type, not the CRD's
-    return jsonschema.Draft7Validator(strict)
-
-
-def crd_errors(document: Document, schemas: Path) -> list[str]:
-    group, _, version = document["apiVersion"].rpartition("/")
-    validator = crd_validator(schemas / f"{group}_{version}_{document['kind']}.json")
-    return [f"{'.'.join(map(str, e.absolute_path))}: {e.message[:200]}" for e in validator.iter_errors(document)]
-
-
-def operator_errors(service: Document) -> list[str]:
-    """What KubeRay 1.7 or its users' experience refuse beyond the schema, each with the reason."""
-    errors = []
-    name = service["metadata"]["name"]
-    if len(name) > 47 or not name.replace("-", "a").isalnum() or not name[0].isalpha() or name != name.lower():
-        errors.append(f"name {name!r}: must be a DNS label of at most 47 characters")
-    for group_name, group in groups(service):
-        params = group.get("rayStartParams") or {}
-        errors += [
-            f"{group_name}: rayStartParams.{k} must be a string" for k, v in params.items() if not isinstance(v, str)
-        ]
-        pod = group["template"]["spec"]
-        container = pod["containers"][0]
-        if not any(port["name"] == "serve" for port in container["ports"]):
-            errors.append(f"{group_name}: lists ports but none named serve, so no Service is made")
-        if container["resources"]["requests"] != container["resources"]["limits"]:
-            errors.append(f"{group_name}: requests differ from limits; Ray schedules by limits")
-        if "ray stop" in str(container.get("lifecycle")):
-            errors.append(f"{group_name}: ray stop in preStop kills replicas before they drain")
-        if not pod["securityContext"].get("runAsNonRoot"):
-            errors.append(f"{group_name}: runs as root")
-    if service["spec"]["rayClusterConfig"]["headGroupSpec"]["rayStartParams"].get("num-cpus") != "0":
-        errors.append("head: num-cpus must be 0, or replicas are placed beside the GCS")
-    return errors
-
-
-def drain_errors(service: Document, config: Document) -> list[str]:
-    """Each stage must be longer than what it waits for."""
-    errors = []
-    args = config["applications"][0]["args"]
-    # graceful_shutdown_timeout_s of the two deployments
-    serve_s = max(args["drain_s"] + 10, args["longest_stream_s"])
-    for name, group in groups(service):
-        pod = group["template"]["spec"]
-        container = pod["containers"][0]
-        env = {entry["name"]: entry.get("value") for entry in container["env"]}
-        ray_s = float(env.get("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S") or 30)
-        pre_stop = container.get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["sleep", "0"])
-        grace_s = pod.get("terminationGracePeriodSeconds", 30)
-        if ray_s <= serve_s:
-            errors.append(f"{name}: Ray waits {ray_s:g} s for a node whose work may take {serve_s} s")
-        if grace_s <= ray_s + float(pre_stop[1]):
-            errors.append(
-                f"{name}: SIGKILL after {grace_s} s, but preStop and drain take {ray_s + float(pre_stop[1]):g} s"
-            )
-    if service["spec"].get("rayClusterDeletionDelaySeconds", 60) < serve_s:
-        errors.append("an upgrade deletes the old cluster before it can have drained")
-    return errors
-
-
-def test_manifest_has_the_kinds_it_should() -> None:
-    assert [d["kind"] for d in documents()] == ["RayService", "PodDisruptionBudget"]
-
-
-def test_crd_accepts_the_manifest(service: Document, shared_dir: Path) -> None:
-    assert crd_errors(service, shared_dir / "k8s" / "schemas") == []
-
-
-def test_operator_accepts_the_manifest(service: Document) -> None:
-    assert operator_errors(service) == []
-
-
-def test_the_drain_chain_holds(service: Document, config: Document) -> None:
-    assert drain_errors(service, config) == []
+def cluster(service: Document) -> Document:
+    spec: Document = service["spec"]["rayClusterConfig"]
+    return spec
 
 
 def head(service: Document) -> Document:
-    spec: Document = service["spec"]["rayClusterConfig"]["headGroupSpec"]
+    spec: Document = cluster(service)["headGroupSpec"]
     return spec
 
 
-def worker(service: Document) -> Document:
-    spec: Document = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]
+def worker(service: Document, index: int = 1) -> Document:
+    spec: Document = cluster(service)["workerGroupSpecs"][index]
     return spec
 
 
+def pod(group: Document) -> Document:
+    spec: Document = group["template"]["spec"]
+    return spec
+
+
+def container(group: Document) -> Document:
+    first: Document = pod(group)["containers"][0]
+    return first
+
+
+def served(service: Document, change: Change) -> None:
+    """`change` is done to what serveConfigV2 holds."""
+    config = yaml.safe_load(service["spec"]["serveConfigV2"])
+    change(config)
+    service["spec"]["serveConfigV2"] = yaml.safe_dump(config)
+
+
+def findings(service: Document) -> str:
+    return "\n".join(str(finding) for finding in Checked("file.yaml", service).findings)
+
+
+@pytest.mark.parametrize("path", [MANIFEST, TP2], ids=lambda path: path.stem)
+def test_nothing_is_wrong_with_the_manifest(path: Path) -> None:
+    assert findings(read(path)) == ""
+
+
+def env(group: Document, name: str, value: str) -> None:
+    entry = next(one for one in container(group)["env"] if one["name"] == name)
+    entry["value"] = value
+
+
+DRAIN = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+SCHEMA: list[tuple[Change, str]] = [
+    (lambda s: s["spec"].update(serveConfig="x"), "spec.serveConfig: unknown field; did you mean 'serveConfigV2'?"),
+    (lambda s: s["spec"].update(serveConfigV2={"applications": []}), "spec.serveConfigV2: must be text"),
+    (lambda s: head(s)["rayStartParams"].update({"num-cpus": 0}), "rayStartParams.num-cpus: must be text (got 0)"),
+    (lambda s: pod(worker(s)).update(terminationGracePeriod=9), "did you mean 'terminationGracePeriodSeconds'?"),
+    (lambda s: container(worker(s)).update(readynessProbe={}), "did you mean 'readinessProbe'?"),
+    (lambda s: worker(s).update(minReplicas="2"), "minReplicas: must be a whole number (got '2')"),
+    (lambda s: worker(s).update(minReplicas=2**40), "is out of range"),
+    (lambda s: container(worker(s)).pop("name"), "containers[0].name: is missing"),
+    (lambda s: container(worker(s)).update(env=None), "env: is null, which is not allowed"),
+    (lambda s: container(worker(s))["resources"]["limits"].update(memory="12 GB"), "'12 GB' is no quantity"),
+    (lambda s: container(worker(s))["resources"]["limits"].update(memory=True), "must be a whole number or text"),
+    (lambda s: s["spec"]["upgradeStrategy"].update(strategy="NewCluster"), "upgradeStrategy.strategy: unknown field"),
+    (lambda s: s["metadata"].update(name="Shoal_1"), "metadata.name: 'Shoal_1' is no name"),
+    (lambda s: s["metadata"]["labels"].update(version=1), "metadata.labels.version: must be text (got 1)"),
+    (lambda s: s["metadata"].update(nmae="x"), "metadata.nmae: unknown field; did you mean 'name'?"),
+    (lambda s: s["spec"].update(managedBy="me"), "the managedBy field value must be either"),
+    (lambda s: s.pop("apiVersion"), "needs apiVersion and kind"),
+    (lambda s: s.update(kind="RayServices"), "known here is ray.io/v1 RayService"),
+    (lambda s: s.update(apiVersion="ray.io/v1alpha1"), "known here is ray.io/v1 RayService"),
+]
+OPERATOR: list[tuple[Change, str]] = [
+    (lambda s: s["metadata"].update(name="x" * 48), "at most 47 characters"),
+    (lambda s: head(s)["rayStartParams"].clear(), "rayStartParams.num-cpus: needs to be '0'"),
+    (lambda s: container(head(s))["ports"].pop(5), "none is named serve"),
+    (lambda s: container(worker(s))["resources"]["limits"].update(memory="16Gi"), "need to be given and equal"),
+    (
+        lambda s: container(worker(s)).update(lifecycle={"preStop": {"exec": {"command": ["ray", "stop"]}}}),
+        "`ray stop`",
+    ),
+    (
+        lambda s: container(worker(s)).update(
+            lifecycle={"preStop": {"exec": {"command": ["sh", "-c", "ray stop; sleep 9"]}}}
+        ),
+        "`ray stop` kills replicas before they drain",
+    ),
+    (lambda s: pod(worker(s)).pop("terminationGracePeriodSeconds"), "30 s, then SIGKILL"),
+    (lambda s: env(worker(s), DRAIN, "5000"), "need more than 5015 s"),
+    (lambda s: cluster(s).update(enableInTreeAutoscaling=True), "autoscalerOptions.version: needs to be v2"),
+    (lambda s: worker(s).update(idleTimeoutSeconds=60), "idleTimeoutSeconds: needs autoscalerOptions.version v2"),
+    (lambda s: worker(s)["rayStartParams"].update(labels="a=b"), "use the group's own field labels"),
+    (lambda s: worker(s).update(replicas=9), "must not fall in that order"),
+    (lambda s: cluster(s).update(rayVersion="2.50.0"), "token needs rayVersion 2.52 or newer (got '2.50.0')"),
+    (lambda s: cluster(s).update(upgradeStrategy={"type": "Recreate"}), "belongs to spec.upgradeStrategy"),
+    (
+        lambda s: s["spec"]["upgradeStrategy"].update(type="Rolling"),
+        "'Rolling' is not known; allowed: None, NewCluster",
+    ),
+    (
+        lambda s: s["spec"]["upgradeStrategy"].update(type="NewClusterWithIncrementalUpgrade"),
+        "enableInTreeAutoscaling: an incremental upgrade needs true",
+    ),
+    (
+        lambda s: container(head(s))["env"].append({"name": "RAY_REDIS_ADDRESS", "value": "r:1"}),
+        "RAY_REDIS_ADDRESS belongs to gcsFaultToleranceOptions",
+    ),
+    (lambda s: cluster(s).update(gcsFaultToleranceOptions={"backend": "rocksdb"}), "alpha feature gate"),
+    (lambda s: cluster(s).update(gcsFaultToleranceOptions={}), "gcsFaultToleranceOptions.redisAddress: is missing"),
+]
+SERVE: list[tuple[Change, str]] = [
+    (lambda c: c.update(max_ongoing_request=5), "max_ongoing_request: unknown key, which Serve would pass over"),
+    (lambda c: c["http_options"].update(hots="x"), "http_options.hots: unknown key"),
+    (lambda c: c["applications"][0].update(arg={}), "did you mean 'args'?"),
+    (lambda c: c["applications"][0].update(import_path="cluster.app.build"), "import_path"),
+    (lambda c: c["applications"][0].update(import_path="cluster.app:biuld"), "names no function here"),
+    (lambda c: c["applications"][0]["deployments"][0].update(num_replica=2), "num_replica: unknown key"),
+    (
+        lambda c: c["applications"][0]["deployments"][0].update(
+            num_replicas="auto", autoscaling_config={"min_replicas": 1, "max_replica": 3}
+        ),
+        "autoscaling_config.max_replica: unknown key",
+    ),
+    (
+        lambda c: c["applications"][0]["deployments"][0].update(
+            num_replicas="auto", autoscaling_config={"min_replicas": 5, "max_replicas": 3}
+        ),
+        "max_replicas",
+    ),
+    (
+        lambda c: c["applications"][0]["args"].update(drain_sec=5),
+        "args: drain_sec: unknown key; did you mean 'drain_s'?",
+    ),
+    (lambda c: c["applications"][0]["args"].update(replicas={"both": 0}), "args: replicas.both"),
+    (lambda c: c["applications"][0]["args"].update(replicas={"prefill": 1, "decode": 2}), roles.NOT_YET_TEXT),
+    (lambda c: c["applications"][0]["args"].update(longest_stream_s=4000), "may take 4000 s"),
+    (lambda c: c["applications"][0]["args"].update(longest_stream_s=4000), "rayClusterDeletionDelaySeconds: 600 s"),
+    (
+        lambda c: c["applications"][0]["deployments"][1].update(user_config={"scheduler": {"watermark": 0.1}}),
+        "user_config of Replica and Router need to be the same",
+    ),
+    (lambda c: c["applications"][0]["deployments"][1].update(name="Ruoter"), "'Ruoter' is no deployment of Shoal"),
+    (lambda c: c.update(applications=[]), "applications: is empty"),
+]
+CAPACITY: list[tuple[Change, str]] = [
+    (
+        lambda c: c["applications"][0]["args"].update(replicas={"both": 3}),
+        "2 pod(s) of CPU 4, GPU 0 in both hold 2: pending",
+    ),
+    (lambda c: c["applications"][0]["args"].update(replicas={"both": 1}), "1 would never be ready"),
+    (lambda c: c["applications"][0]["args"].update(num_cpus_per_replica=5), "ask for room"),
+    (lambda c: c["applications"][0]["args"].update(num_cpus_per_replica=2), "1 would never be ready"),
+    (lambda c: c["applications"][0]["args"].update(node_label="other"), "no group has the label other=router"),
+    (lambda c: c["applications"][0]["args"].update(router={"replicas": 2}), "2 router replica(s)"),
+]
+
+
+@pytest.mark.parametrize(("change", "expected"), SCHEMA + OPERATOR)
+def test_check_finds(service: Document, change: Change, expected: str) -> None:
+    change(service)
+    found = findings(service)
+    assert expected in found
+
+
+@pytest.mark.parametrize(("change", "expected"), SERVE + CAPACITY)
+def test_check_finds_in_the_serve_config(service: Document, change: Change, expected: str) -> None:
+    served(service, change)
+    assert expected in findings(service)
+
+
+def test_serve_config_that_is_not_yaml(service: Document) -> None:
+    service["spec"]["serveConfigV2"] = "a: [1"
+    assert "spec.serveConfigV2: is not YAML" in findings(service)
+    service["spec"]["serveConfigV2"] = "- 1"
+    assert "holds list; needed: a mapping" in findings(service)
+    assert serve_check.parse("a: 1\na: 2")[1][0].text.startswith("is not YAML"), "a key twice"
+
+
+def test_drain_check_finds_the_defaults_of_ray_and_kubernetes(service: Document) -> None:
+    """30 s each: they always lose the race."""
+    del pod(worker(service))["terminationGracePeriodSeconds"]
+    container(worker(service))["env"] = []
+    found = findings(service)
+    assert "Ray's drain" in found
+    assert f"{DRAIN} is 30 and the work of a node may take 300 s" in found
+
+
+def test_what_may_not_change_is_refused_at_a_change_alone(service: Document) -> None:
+    schema = schema_of("ray.io/v1", "RayService")
+    assert schema is not None
+    cluster(service)["gcsFaultToleranceOptions"] = {"backend": "redis", "redisAddress": "r:6379"}
+    changed = copy.deepcopy(service)
+    cluster(changed)["gcsFaultToleranceOptions"]["backend"] = "rocksdb"
+    assert check_object(changed, schema) == []
+    (finding,) = check_object(changed, schema, old=service)
+    assert "backend is immutable" in finding.text
+
+
+def test_a_rule_nobody_can_evaluate_is_no_pass() -> None:
+    schema = {"properties": {"spec": {"type": "string", "x-kubernetes-validations": [{"rule": "size(self) > 3"}]}}}
+    with pytest.raises(NotImplementedError, match="size"):
+        check_object({"metadata": {"name": "x"}, "spec": "y"}, schema)
+
+
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("text", "value"),
+    [("500m", 0.5), ("2", 2), (3, 3), ("1.5", 1.5), ("64Gi", 64 * 2**30), ("1k", 1000), ("1e3", 1000), ("2E", 2e18)],
+)
+def test_quantities(text: str, value: float) -> None:
+    assert quantity(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "12 GB", "Gi", "1gi", "1GB", "0x1"])
+def test_what_is_no_quantity(text: str) -> None:
+    with pytest.raises(ValueError, match="is no quantity"):
+        quantity(text)
+
+
+@pytest.mark.parametrize(
+    ("bundles", "strategy", "rooms", "expected"),
     [
-        (lambda s: s["spec"].update(serveConfig="x"), "serveConfig"),
-        (lambda s: s["spec"].update(serveConfigV2={"applications": []}), "is not of type 'string'"),
-        (lambda s: head(s)["rayStartParams"].update({"num-cpus": 0}), "is not of type 'string'"),
-        (lambda s: worker(s)["template"]["spec"].update(terminationGracePeriod=9), "terminationGracePeriod"),
-        (lambda s: worker(s)["template"]["spec"]["containers"][0].update(readynessProbe={}), "readynessProbe"),
-        (lambda s: worker(s).update(minReplicas="2"), "is not of type 'integer'"),
-        (lambda s: worker(s)["template"]["spec"]["containers"][0].pop("name"), "'name' is a required property"),
-        (lambda s: s["spec"]["upgradeStrategy"].update(strategy="NewCluster"), "strategy"),
+        ([{"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}], "STRICT_PACK", [{"CPU": 8, "GPU": 2}] * 2, (2, 2)),
+        ([{"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}], "STRICT_PACK", [{"CPU": 8, "GPU": 1}] * 4, (0, 0)),
+        ([{"CPU": 1}, {"CPU": 1, "GPU": 1}, {"CPU": 1, "GPU": 1}], "PACK", [{"CPU": 8, "GPU": 1}] * 4, (2, 4)),
+        ([{"CPU": 1}], "STRICT_PACK", [{"CPU": 2}] * 3, (3, 2)),
     ],
 )
-def test_crd_check_finds(
-    service: Document, shared_dir: Path, change: Callable[[Document], object], expected: str
-) -> None:
-    broken = copy.deepcopy(service)
-    change(broken)
-    assert expected in "\n".join(crd_errors(broken, shared_dir / "k8s" / "schemas"))
+def test_what_fits(bundles: list[Any], strategy: str, rooms: list[Any], expected: tuple[int, int]) -> None:
+    assert fits(bundles, 3, strategy, rooms) == expected
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        (lambda s: s["metadata"].update(name="x" * 48), "47 characters"),
-        (lambda s: head(s)["rayStartParams"].clear(), "num-cpus"),
-        (lambda s: head(s)["template"]["spec"]["containers"][0]["ports"].pop(3), "none named serve"),
-        (
-            lambda s: worker(s)["template"]["spec"]["containers"][0]["resources"]["limits"].update(memory="16Gi"),
-            "requests differ",
-        ),
-        (
-            lambda s: worker(s)["template"]["spec"]["containers"][0].update(
-                lifecycle={"preStop": {"exec": {"command": ["ray", "stop"]}}} | {"note": "ray stop"}
-            ),
-            "ray stop",
-        ),
-        (lambda s: worker(s)["template"]["spec"]["securityContext"].clear(), "runs as root"),
-    ],
-)
-def test_operator_check_finds(service: Document, change: Callable[[Document], object], expected: str) -> None:
-    broken = copy.deepcopy(service)
-    change(broken)
-    assert expected in "\n".join(operator_errors(broken))
+def test_one_router_in_a_pod() -> None:
+    assert fits([{"CPU": 0.1}], 3, "STRICT_PACK", [{"CPU": 4}] * 2, one_each=True) == (2, 2)
 
 
-def test_drain_check_finds_kubernetes_defaults(service: Document, config: Document) -> None:
-    """The defaults of Kubernetes and Ray, 30 s each, always lose the race."""
-    broken = copy.deepcopy(service)
-    pod = worker(broken)["template"]["spec"]
-    del pod["terminationGracePeriodSeconds"]
-    assert any("SIGKILL after 30 s" in error for error in drain_errors(broken, config))
-    pod["containers"][0]["env"] = []
-    assert any("Ray waits 30 s" in error for error in drain_errors(broken, config))
+def test_the_autoscaler_may_bring_pods_that_are_not_there_yet(service: Document) -> None:
+    served(service, lambda c: c["applications"][0]["args"].update(replicas={"both": 3}))
+    cluster(service).update(enableInTreeAutoscaling=True, autoscalerOptions={"version": "v2"})
+    worker(service).update(maxReplicas=3)
+    config = load(yaml.safe_load(service["spec"]["serveConfigV2"])["applications"][0]["args"])
+    assert capacity.check(service, config, {"both": 3}) == []
+    worker(service).update(maxReplicas=2)
+    assert "pending for ever" in capacity.check(service, config, {"both": 3})[0].text
 
 
-def test_disruption_budget_selects_the_workers(service: Document) -> None:
-    budget = next(d for d in documents() if d["kind"] == "PodDisruptionBudget")
-    selector = dict(budget["spec"]["selector"]["matchLabels"])
-    assert selector.pop("ray.io/group") == worker(service)["groupName"], "the operator sets this label"
-    assert selector.items() <= worker(service)["template"]["metadata"]["labels"].items()
-    assert type(budget["spec"]["minAvailable"]) is int
-    assert 0 < budget["spec"]["minAvailable"] < worker(service)["replicas"]
-
-
-def test_all_pods_run_one_image_of_the_pinned_versions(service: Document) -> None:
-    images = {group["template"]["spec"]["containers"][0]["image"] for _, group in groups(service)}
-    assert len(images) == 1
-    version = service["spec"]["rayClusterConfig"]["rayVersion"]
-    assert f"ray=={version}" in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
-    assert f"-ray{version}-py311" in images.pop()
-    assert "FROM python:3.11-slim-bookworm" in (ROOT / "k8s" / "Dockerfile").read_text(encoding="utf-8")
-
-
-# ---- the Serve config ---------------------------------------------------------------------------------------------
-
-
-def models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The pydantic models inside an annotation such as `list[X] | None`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in typing.get_args(annotation) for model in models_in(part)]
-
-
-def unknown_keys(model: type[BaseModel], data: Any, path: str = "") -> list[str]:
-    """Keys Ray's parser would pass over in silence."""
-    if isinstance(data, list):
-        return [key for i, item in enumerate(data) for key in unknown_keys(model, item, f"{path}[{i}]")]
-    if not isinstance(data, dict):
-        return []
-    found = []
-    for key, value in data.items():
-        field = model.model_fields.get(key)
-        if field is None:
-            found.append(f"{path}.{key}".lstrip("."))
-            continue
-        for inner in models_in(field.annotation)[:1]:
-            found += unknown_keys(inner, value, f"{path}.{key}")
-    return found
-
-
-def test_ray_accepts_the_serve_config(config: Document) -> None:
-    from ray.serve.schema import ServeDeploySchema
-
-    parsed = ServeDeploySchema.model_validate(config)
-    assert [app.name for app in parsed.applications] == ["shoal"]
-    assert unknown_keys(ServeDeploySchema, config) == []
-
-
-@pytest.mark.parametrize("where", ["top", "http_options", "application"])
-def test_unknown_serve_keys_are_found(config: Document, where: str) -> None:
-    """Ray itself says nothing about them."""
-    from ray.serve.schema import ServeDeploySchema
-
-    target = {"top": config, "http_options": config["http_options"], "application": config["applications"][0]}[where]
-    target["max_ongoing_request"] = 5
-    ServeDeploySchema.model_validate(config)
-    assert [key.rpartition(".")[2] for key in unknown_keys(ServeDeploySchema, config)] == ["max_ongoing_request"]
-
-
-def test_import_path_names_a_function(config: Document) -> None:
-    module, _, name = config["applications"][0]["import_path"].partition(":")
-    assert callable(getattr(importlib.import_module(module), name))
-
-
-def test_our_config_accepts_the_args(config: Document) -> None:
-    args = config["applications"][0]["args"]
-    parsed = load(args)
-    assert parsed.model == args["model"]
-    assert parsed.kv_cache.kv_cache_gib == args["kv_cache"]["kv_cache_gib"]
-    with pytest.raises(ConfigError, match="drain_s"):
-        load({**args, "drain_sec": 5})
-
-
-def test_both_deployments_have_the_same_live_knobs_and_those_are_valid(config: Document) -> None:
-    application = config["applications"][0]
-    told = {one["name"]: one["user_config"] for one in application["deployments"]}
-    assert told.keys() == {"Replica", "Router"}
-    assert told["Replica"] == told["Router"]
-    start = load(application["args"])
-    assert lay_over(start.model_dump(), told["Router"]).model == start.model
-    with pytest.raises(ConfigError, match="needs a restart"):
-        lay_over(start.model_dump(), {"kv_cache": {"block_size": 32}})
-
-
-def test_each_worker_pod_holds_one_replica(service: Document, config: Document) -> None:
-    """Two replicas in one pod would leave the other without a proxy, and never ready."""
-    args = load(config["applications"][0]["args"])
+def test_cases_g_04_a_replica_that_fits_no_pod_is_said_beforehand() -> None:
+    """G-04: TP 4 where pods have one GPU each, and 64 CPUs on 2."""
+    service = read(TP2)
     group = worker(service)
-    cpus = float(group["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"])
-    routers = args.router.replicas * 0.2  # 0.1 each today
-    assert args.num_cpus_per_replica + routers <= cpus < 2 * args.num_cpus_per_replica
-    assert group["replicas"] == group["minReplicas"] == args.replicas.both
+    for part in container(group)["resources"].values():
+        part["nvidia.com/gpu"] = "1"
+    assert "CPU 1, GPU 1" in findings(service)
+    assert "pending for ever" in findings(service)
 
 
-def test_pods_have_the_settings_of_shoal_serve(service: Document) -> None:
-    for name, group in groups(service):
-        env = {entry["name"]: entry.get("value") for entry in group["template"]["spec"]["containers"][0]["env"]}
-        assert env.items() >= SERVE_ENV.items(), name
+def test_cases_g_07_ranks_that_can_not_be_are_refused() -> None:
+    """G-07 for a manifest: num_gpus and ranks that differ."""
+    service = read(TP2)
+    served(service, lambda c: c["applications"][0]["args"].update(tensor_parallel_size=4))
+    assert "num_gpus_per_replica is 2 and tensor_parallel_size is 4" in findings(service)
+
+
+# ---- the command --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_checks_files(tmp_path: Path, capsys: pytest.CaptureFixture[str], service: Document) -> None:
+    assert cli.main(["k8s", "check", str(MANIFEST)]) == 0
+    assert "RayService/shoal: ok" in capsys.readouterr().out
+    broken = tmp_path / "broken.yaml"
+    service["spec"]["serveConfig"] = "x"
+    broken.write_text(yaml.safe_dump_all([service, {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "s"}}]))
+    assert cli.main(["k8s", "check", str(broken)]) == 1
+    said = capsys.readouterr().out
+    assert f"{broken}: RayService/shoal: 1 wrong\n  spec.serveConfig: unknown field" in said
+    assert "Service/s: not checked" in said
+
+
+def test_the_command_names_files_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["k8s", "check", str(tmp_path / "none.yaml")]) == 2
+    assert "No such file" in capsys.readouterr().err
+    (tmp_path / "empty.yaml").write_text("")
+    assert cli.main(["k8s", "check", str(tmp_path / "empty.yaml")]) == 2
+    assert "no document" in capsys.readouterr().err
+    (tmp_path / "bad.yaml").write_text("a: [1")
+    assert cli.main(["k8s", "check", str(tmp_path / "bad.yaml")]) == 1
+    assert "is not YAML" in capsys.readouterr().out
+
+
+def test_the_command_renders(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, site = tmp_path / "cluster.yaml", tmp_path / "site.yaml"
+    config.write_text("model: m\nreplicas: {both: 2}\nnum_gpus_per_replica: 2\n")
+    site.write_text("replicas: 3\nimage: {tag: t}\n")
+    assert cli.main(["k8s", "render", "--config", str(config), "--values", str(site)]) == 0
+    args = yaml.safe_load(capsys.readouterr().out)["applications"][0]["args"]
+    assert (args["model"], args["replicas"], args["num_gpus_per_replica"]) == ("m", {"both": 3}, 2)
+    command = ["k8s", "render", "--config", str(config), "--output"]
+    assert cli.main([*command, "values"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["model"] == {"id": "m"}
+    assert cli.main([*command, "manifests", "--helm", "no-such-helm"]) == 1
+    assert "is not on PATH" in capsys.readouterr().err
+
+
+def test_groups_are_head_and_workers(service: Document) -> None:
+    assert [name for _, name, _ in operator_rules.groups(service)] == ["head", "router", "both"]
+    assert [(group.name, group.pods, group.room) for group in capacity.groups_of(service)] == [
+        ("router", 1, {"CPU": 1, "GPU": 0}),
+        ("both", 2, {"CPU": 4, "GPU": 0}),
+    ]

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import runpy
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PROBE = Path(__file__).resolve().parents[2] / "k8s" / "probe.py"
+from cluster.k8s import probe
+
 RAYLET, PROXY = "/api/local_raylet_healthz", "/-/healthz"
 OK = (200, b"success")
 
 
 @pytest.fixture
 def main() -> Any:
-    return runpy.run_path(str(PROBE), run_name="probe")["main"]
+    return probe.main
 
 
 @pytest.fixture
@@ -80,3 +79,17 @@ def test_nobody_listens(main: Any, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_wrong_usage(main: Any, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2
     assert "usage" in capsys.readouterr().err
+
+
+def test_cases_g_03_a_proxy_without_routes_is_not_ready(main: Any, answers: dict[str, tuple[int, bytes]]) -> None:
+    """G-03: it answers 200 before it knows the routes, and a deployed model would be a 404."""
+    answers[PROXY] = (200, b"Route table is not populated yet.")
+    assert main(["ready"]) == 1
+    answers[PROXY] = OK
+    assert main(["ready"]) == 0
+
+
+def test_cases_g_06_a_pod_that_loads_is_alive_however_long(main: Any, answers: dict[str, tuple[int, bytes]]) -> None:
+    """G-06: no replica yet, hence no proxy. Liveness asks the raylet alone, so a long load restarts nothing."""
+    del answers[PROXY]
+    assert (main(["ready"]), main(["alive"])) == (1, 0)

@@ -1,4 +1,4 @@
-"""Is this pod ready for requests (`ready`), or worth keeping (`alive`)? Exit 0 yes, 1 no, 2 wrong usage.
+"""ASYNC. Is this pod ready for requests (`ready`), or worth keeping (`alive`)? Exit 0 yes, 1 no, 2 wrong usage.
 
 alive: the raylet answers. ready: also the Serve proxy of this pod, with its route table ("Route table is not populated
 yet." comes just after start and is a no). Run by the kubelet, so it starts fast and needs no wget: urllib alone.
@@ -19,7 +19,7 @@ def answers_success(url: str) -> bool:
     """True if `url` answers 200 with a body that begins with "success". Never raises for what a network can do."""
     try:
         with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
-            return response.status == 200 and response.read(64).strip().startswith(b"success")
+            return bool(response.status == 200 and response.read(64).strip().startswith(b"success"))
     except OSError:  # URLError and HTTPError are OSErrors
         return False
 
@@ -34,7 +34,7 @@ def check(what: str, agent_port: int, serve_port: int) -> list[str]:
 
 def main(argv: list[str]) -> int:
     if len(argv) != 1 or argv[0] not in ("ready", "alive"):
-        print("usage: probe.py ready|alive", file=sys.stderr)
+        print("usage: python -m cluster.k8s.probe ready|alive", file=sys.stderr)
         return 2
     agent_port = int(os.environ.get("SHOAL_PROBE_AGENT_PORT", "52365"))
     serve_port = int(os.environ.get("SHOAL_PROBE_SERVE_PORT", "8000"))

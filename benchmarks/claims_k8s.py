@@ -1,0 +1,55 @@
+"""Claims of the chart: how little it asks for, that what it gives is valid, and that what can not work is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+from benchmarks import servers
+from benchmarks.claims import Measured, Skip, claim
+
+_CI = servers.ROOT / "k8s" / "chart" / "shoal" / "ci"
+
+
+def _lines(path: Path) -> int:
+    return sum(1 for line in path.read_text().splitlines() if line.strip() and not line.strip().startswith("#"))
+
+
+@claim("k8s.lines")
+def lines(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Lines of YAML that a person writes. Others, counted the same way: 34 to 90, and 62 to 210."""
+    yield "replicas_tp2", Measured(float(_lines(_CI / "n-replicas-tp2.yaml")), "lines of values", 12)
+    yield "disaggregated", Measured(float(_lines(_CI / "pd-1p2d.yaml")), "lines of values", 20)
+
+
+def _tests(*arguments: str) -> tuple[int, int, str]:
+    """Passed, everything else, pytest's verdict. Raises Skip if helm could not be had."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=servers.ROOT, capture_output=True, text=True, check=False)
+    verdict = (done.stdout.strip().splitlines() or ["pytest said nothing"])[-1]
+    if "could not be fetched" in done.stdout:
+        raise Skip("helm and kubectl could not be fetched")
+    counts = {"passed": 0, "failed": 0, "error": 0, "errors": 0}
+    words = verdict.replace(",", "").split()
+    for number, word in pairwise(words):
+        if word in counts:
+            counts[word] = int(number)
+    return counts["passed"], sum(counts.values()) - counts["passed"] + (done.returncode not in (0, 1)), verdict
+
+
+@claim("k8s.render")
+def render(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Every shape, by helm 3 and 4, against the CRD, three versions of Kubernetes, operator, Serve and our config."""
+    passed, others, verdict = _tests("tests/k8s/test_chart.py", "tests/k8s/test_generated.py")
+    yield "", Measured(float(others), "checks fail", 0, note=f"{passed} checks; {verdict}")
+
+
+@claim("k8s.broken")
+def broken(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Values that can not work: how many are not refused with the sentence that names what is needed."""
+    number = len(list((_CI / "broken").glob("*.yaml")))
+    _, others, verdict = _tests("tests/k8s/test_broken.py")
+    yield "", Measured(float(others), "not refused", 0, note=f"{number} files; {verdict}")
