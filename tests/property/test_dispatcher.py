@@ -56,7 +56,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.stops_at = float("inf")
 
     def carry_out(self, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
+        for number, instruction in enumerate(instructions):
             request_id = instruction.request_id
             match instruction:
                 case Dispatch(replica_id=replica_id, epoch=epoch):
@@ -89,6 +89,8 @@ class DispatcherMachine(RuleBasedStateMachine):
                     left = self.dispatcher.views.get(replica_id)
                     if request_id not in self.alive:
                         continue
+                    if isinstance(instructions[number + 1], Refuse):
+                        continue  # it made way for another one
                     if left is not None and left.is_draining and self.now - left.load_at <= MAX_SILENCE_S:
                         self.move(request_id, replica_id)
                     else:  # a silent replica is left; what follows sends it elsewhere or ends it
