@@ -164,7 +164,7 @@ class Seal(msgspec.Struct, frozen=True, tag="seal"):
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):
-    """Forget every block of the space, on all tiers of the node; what is leased can be read to its end but not found."""
+    """Forget every block of the space, on all tiers of the node; what is leased can be read to its end, not found."""
 
     clear_id: int
 

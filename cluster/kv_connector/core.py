@@ -132,15 +132,14 @@ class ConnectorCore:
         return [*told, Send(member, self._welcome), *self._news.join(member, is_peer, dict.fromkeys(known))]
 
     def on_message(self, member: MemberId, message: ToConnector, now: float) -> list[Instruction]:
-        """Of somebody who was welcomed; from others, and from whoever was given up, only ends are taken."""
+        """Of somebody who was welcomed; from whoever was given up only ends are taken."""
         holder = self._holders.of(member)
         if holder is None:
             return []
+        holder.heard_at = now  # also of who was given up and does not know it yet: it reads on what it leases
         told: list[Instruction] = []
-        if not holder.is_given_up:
-            holder.heard_at = now
         match message:
-            case Acquire() | Reserve() | Clear() if holder.is_given_up:
+            case Acquire() | Reserve() if holder.is_given_up:
                 pass
             case Acquire():
                 told += self._acquire(holder, member, message, now)
@@ -153,7 +152,8 @@ class ConnectorCore:
             case Seal():
                 self._stores.seal(holder, message)
             case Clear(clear_id=clear_id):
-                told += self._clear(Send(member, Cleared(clear_id)))
+                # also of who was given up, who is not answered any more: to forget is always right
+                told += self._clear(None if holder.is_given_up else Send(member, Cleared(clear_id)))
             case Beat() | Hello():
                 pass
         return told + self._after(now)
@@ -286,7 +286,7 @@ class ConnectorCore:
             return []
         return [Send(member, self._stores.reserve(holder, message))]
 
-    def _clear(self, answer: Send) -> list[Instruction]:
+    def _clear(self, answer: Send | None) -> list[Instruction]:
         """Nothing of before is found from now on. Answered when that is true after a restart as well."""
         told = self._loads.forget_all()
         self._host.forget_all()
@@ -294,7 +294,8 @@ class ConnectorCore:
         self._stores.forget_all()
         self._peers.forget_all()
         self._news.cleared()
-        self._clears.append(answer)
+        if answer is not None:
+            self._clears.append(answer)
         return told
 
     def _after(self, now: float) -> list[Instruction]:
@@ -312,6 +313,7 @@ class ConnectorCore:
     def _give_up(self, holder: Holder) -> list[Instruction]:
         """It gets nothing more, and its connections end. What it may still write is kept from others."""
         holder.is_given_up = True
+        self._clears = [clear for clear in self._clears if clear.member not in holder.members]
         holder.quarantine += self._stores.give_up(holder, SlotState.QUARANTINED)
         for lease in [lease for lease in holder.leases.values() if lease.num_missing]:
             self._loads.release(lease)

@@ -67,7 +67,7 @@ class ClearDisk(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Bring these blocks from another node into these slots, check each; then `on_fetched`, at most `within_s` later."""
+    """Bring these blocks from another node into these slots, check each; then `on_fetched`, within `within_s`."""
 
     job: JobId
     peer_id: str
