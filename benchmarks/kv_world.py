@@ -6,8 +6,8 @@ twice; slabs on disk are flipped; peers come, tell, skip an event and go; the ca
 killed and starts again from its disk.
 
 A slab's content is (hash, generation): the generation counts `Clear`. Whoever writes tears the slab first; whoever
-reads looks at every step. So a read of what is not sealed, a write after a free, a block that comes back after a `Clear` or a
-corrupt one all show as wrong content.
+reads looks at every step. So a read of what is not sealed, a write after a free, a block that comes back after a
+`Clear` or a corrupt one all show as wrong content.
 """
 
 from __future__ import annotations

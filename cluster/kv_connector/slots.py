@@ -18,20 +18,9 @@ class SlotState(enum.IntEnum):
     QUARANTINED = 4
 
 
-#: from -> to; whatever is not here is a bug
-_MOVES = frozenset(
-    {
-        (SlotState.FREE, SlotState.RESERVED),
-        (SlotState.FREE, SlotState.STAGING),
-        (SlotState.RESERVED, SlotState.SEALED),
-        (SlotState.RESERVED, SlotState.FREE),
-        (SlotState.RESERVED, SlotState.QUARANTINED),
-        (SlotState.STAGING, SlotState.SEALED),
-        (SlotState.STAGING, SlotState.FREE),
-        (SlotState.SEALED, SlotState.FREE),
-        (SlotState.QUARANTINED, SlotState.FREE),
-    }
-)
+_F, _R, _ST, _SE, _Q = SlotState
+#: by state before: what it may become; whatever is not here is a bug. A list, since hashing an enum runs Python
+_MAY_BECOME = [(_R, _ST), (_SE, _F, _Q), (_SE, _F), (_F,), (_F,)]
 
 
 class SlotPool:
@@ -56,7 +45,7 @@ class SlotPool:
 
     def move(self, slot: int, state: SlotState) -> None:
         before = self.states[slot]
-        assert (before, state) in _MOVES, f"slot {slot} is {before.name} and is to become {state.name}"
+        assert state in _MAY_BECOME[before], f"slot {slot} is {before.name} and is to become {state.name}"
         self.states[slot] = state
         if state is SlotState.FREE:
             self._free.append(slot)
