@@ -136,6 +136,8 @@ class DiskWriter:
 
     def _pause(self, now: float) -> None:
         self.num_failed += 1
+        if now < self._paused_until:
+            return  # it failed together with another one
         self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s or 1.0)
         self._paused_until = now + self._pause_s
 

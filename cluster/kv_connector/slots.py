@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
 
 
 class SlotState(enum.IntEnum):
@@ -50,8 +49,12 @@ class SlotPool:
         if state is SlotState.FREE:
             self._free.append(slot)
 
-    def count(self) -> Counter[SlotState]:
-        return Counter(self.states)
+    def count(self) -> list[int]:
+        """Slots by state; O(n)."""
+        counts = [0] * len(SlotState)
+        for state in self.states:
+            counts[state] += 1
+        return counts
 
     def validate(self) -> None:
         """Raises AssertionError."""

@@ -77,10 +77,13 @@ class Stores:
             if i in written:
                 self.counters.stored += not block.is_void
                 self._host.seal(block)
-                self._writer.offer(block)
             else:
                 self.counters.not_written += 1
                 self._host.give_up(block)
+        # to disk from head to tail: it will be read in that order
+        for block in reservation.blocks.values():
+            if block.is_sealed:
+                self._writer.offer(block)
 
     def give_up(self, holder: Holder, state: SlotState) -> list[int]:
         """All reservations of the holder are void; returns their slots, which are `state` now."""
