@@ -79,7 +79,7 @@ def us_per_block(work: Callable[[int], None], rounds: int, blocks: int) -> float
 
 
 def measure(eviction: str, num_slots: int, with_disk: bool) -> dict[str, float]:
-    driver = Driver(KVCacheConfig(eviction=eviction), num_slots, 2 * num_slots if with_disk else 0)  # type: ignore[arg-type]
+    driver = Driver(KVCacheConfig(eviction=eviction), num_slots, 2 * num_slots if with_disk else 0)
     many, rounds = 100, 9
     chains = [driver.chain(number) for number in range(2 * num_slots // CHAIN)]
     for chain in chains:

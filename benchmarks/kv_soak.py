@@ -12,20 +12,20 @@ import sys
 import time
 from collections import Counter
 
-from benchmarks.kv_world import ACTIONS, World
+from benchmarks.kv_events import ACTIONS, WildWorld
 from cluster.kv_connector.config import KVCacheConfig
 
 STEPS_OF_WORLD = 2000
 
 
-def random_world(rng: random.Random) -> World:
+def random_world(rng: random.Random) -> WildWorld:
     """Tiny tiers, so that everything is always full."""
     config = KVCacheConfig(
         eviction=rng.choice(["lru", "cost"]),
         tier_admission=rng.choice(["always", "second_use"]),
         disk_admission=rng.choice(["always", "second_use"]),
     )
-    return World(config, rng.choice([4, 12, 30]), rng.choice([0, 3, 20, 60]))
+    return WildWorld(config, rng.choice([4, 12, 30]), rng.choice([0, 3, 20, 60]))
 
 
 def run(num_steps: int, first_seed: int, every: int = 5) -> Counter[str]:

@@ -1,5 +1,6 @@
 """`make soak ARGS="--requests 1000000 --minutes 10 --kills 20"`: public traces through one engine in virtual time
-(`trace_soak.py`), random clusters in virtual time with faults, then kill -9 on a live cluster. 0 leaves a part out.
+(`trace_soak.py`), the core of a KVConnector in a world that goes wrong (`kv_soak.py`), random clusters in virtual time
+with faults, then kill -9 on a live cluster. 0 leaves a part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
 it is in `tests/simulation/` and `tests/cluster/test_serve.py`; figures of the last full run are in `docs/soak.md`.
@@ -13,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import kill, trace_soak
+from benchmarks import kill, kv_soak, trace_soak
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import burst, engine
@@ -113,11 +114,15 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the traces")
     parser.add_argument("--scale", type=float, default=trace_soak.SCALE, help="of the lengths in the traces")
     parser.add_argument("--traces", type=Path, default=trace_soak.TRACES, help="folder with both traces")
+    parser.add_argument("--kv-steps", type=int, default=100_000, help="of the KVConnector's world")
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--kills", type=int, default=20, help="on live clusters")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     trace_soak.run(options.requests, options.seed, options.scale, options.traces)
+    if options.kv_steps:
+        counts = kv_soak.run(options.kv_steps, options.seed)
+        print(f"soak kv: {options.kv_steps} steps, {counts['worlds']} worlds, nothing wrong", flush=True)
     if options.minutes:
         virtual(options.minutes, options.seed)
     return 1 if live(options.kills) else 0

@@ -116,6 +116,11 @@ class ConnectorCore:
             return KVTier.DISK
         return KVTier.REMOTE if block_hash in self._peers else None
 
+    @property
+    def holders(self) -> list[Holder]:
+        """Everybody who has the arena mapped; to look at."""
+        return self._holders.all()
+
     # ---- connections ----
 
     def on_hello(self, member: MemberId, hello: Hello, now: float, *, is_peer: bool = False) -> list[Instruction]:

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from benchmarks import kv_soak
-from benchmarks.kv_world import ACTIONS, World
+from benchmarks.kv_events import ACTIONS, WildWorld
 from cluster.kv_connector.config import KVCacheConfig
 
 NAMES = {action.__name__: action for action in ACTIONS}
@@ -23,7 +23,7 @@ NAMES = {action.__name__: action for action in ACTIONS}
 class ConnectorMachine(RuleBasedStateMachine):
     """hypothesis chooses what happens, and shrinks it; the seed says how."""
 
-    world: World
+    world: WildWorld
 
     @initialize(
         num_slots=st.sampled_from([2, 8, 24]),
@@ -33,7 +33,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     )
     def begin(self, num_slots: int, num_disk_slots: int, eviction: Any, admission: Any) -> None:
         config = KVCacheConfig(eviction=eviction, tier_admission=admission)
-        self.world = World(config, num_slots, num_disk_slots)
+        self.world = WildWorld(config, num_slots, num_disk_slots)
         self.world.come(random.Random(0))
 
     @rule(name=st.sampled_from(sorted(NAMES)), seed=st.integers(0, 1 << 16), times=st.integers(1, 3))
