@@ -116,6 +116,7 @@ class World:
         self.answered: list[Callable[[], list[Instruction]]] = []
         self.groups = []
         self.unwelcome: set[int] = set()
+        self.closed: set[int] = set()
         self.peers: dict[str, int] = {}
         self.core = ConnectorCore(
             self.config,
@@ -133,11 +134,13 @@ class World:
         for instruction in told:
             match instruction:
                 case Send(member=member, message=message):
+                    assert member not in self.closed, f"{message} to who was told that nothing more comes"
                     self._sent(member, message)
                     for group in self.groups:
                         if member in group.members:
                             group.inbox.append(instruction)
                 case Close(members=members):
+                    self.closed.update(members)
                     for group in self.groups:
                         if set(members) & set(group.members):
                             group.inbox.append(instruction)
@@ -259,7 +262,7 @@ class World:
         truth = {h: tier for h in HASHES if (tier := self.core.tier_of(h)) is not None}
         near = {h: tier for h, tier in truth.items() if tier is not KVTier.REMOTE}
         for group in self.groups:
-            for member in set(group.members) - self.unwelcome:
+            for member in set(group.members) - self.closed:
                 known = dict(group.news[member][1])
                 for sent in group.inbox:
                     if isinstance(sent, Send) and sent.member == member and isinstance(sent.message, TierEvent):
@@ -316,6 +319,9 @@ class World:
             group.is_closing = True
             group.asked.clear()
         group.inbox = [m for m in group.inbox if isinstance(m, Close) or m.member != member]
+        if not set(group.members) - self.unwelcome:  # who was not welcome has not mapped the arena
+            group.leases.clear()
+            group.writes.clear()
         if not group.members:
             self.groups.remove(group)
         self.carry_out(self.core.on_gone(member, self.now))

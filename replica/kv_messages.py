@@ -74,6 +74,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     holder: KVPeer
     member: str
     space: KVSpace
+    #: wants `TierEvent`s; a rank has no use for them
+    wants_events: bool = True
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

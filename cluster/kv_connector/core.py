@@ -59,8 +59,9 @@ from replica.kv_messages import (
 LEASE_SHARE = 0.5
 RESERVE_SHARE = 0.25
 STAGING_SHARE = 0.5
-#: writes to disk on their way
+#: writes to disk on their way; their slots cannot be given up
 MOST_WRITES = 32
+WRITE_SHARE = 0.25
 #: hashes that are remembered as asked for once, for each slot
 SEEN_PER_SLOT = 4
 #: a job that is not answered for so long is stuck, and its slot stranded
@@ -92,7 +93,8 @@ class ConnectorCore:
         self._peers = Peers(changed)
         jobs = itertools.count()
         min_uses = 2 if config.disk_admission == "second_use" else 1
-        self._writer = DiskWriter(self._host, self._disk, jobs, MOST_WRITES, min_uses)
+        most_writes = min(MOST_WRITES, _share(WRITE_SHARE, num_slots))
+        self._writer = DiskWriter(self._host, self._disk, jobs, most_writes, min_uses)
         self._loads = Loads(
             self._host,
             self._disk,
@@ -132,9 +134,12 @@ class ConnectorCore:
         for old in self._holders.supersede(hello.holder):
             told += self._give_up(old)
         self._holders.join(member, hello.holder, is_peer, now)
-        told += self._news.tell(now)
-        known = itertools.chain(self._host.found(), self._disk, () if is_peer else self._peers)
-        return [*told, Send(member, self._welcome), *self._news.join(member, is_peer, dict.fromkeys(known))]
+        told.append(Send(member, self._welcome))
+        if hello.wants_events:
+            told += self._news.tell(now)
+            known = itertools.chain(self._host.found(), self._disk, () if is_peer else self._peers)
+            told += self._news.join(member, is_peer, dict.fromkeys(known))
+        return told
 
     def on_message(self, member: MemberId, message: ToConnector, now: float) -> list[Instruction]:
         """Of somebody who was welcomed; from whoever was given up only ends are taken."""
@@ -322,6 +327,8 @@ class ConnectorCore:
         holder.quarantine += self._stores.give_up(holder, SlotState.QUARANTINED)
         for lease in [lease for lease in holder.leases.values() if lease.num_missing]:
             self._loads.release(lease)
+        for member in holder.members:
+            self._news.leave(member)
         return [Close(sorted(holder.members))]
 
     def _release_all(self, holder: Holder) -> None:

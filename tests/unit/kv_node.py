@@ -73,8 +73,9 @@ class Node:
         *,
         space: KVSpace = SPACE,
         is_peer: bool = False,
+        wants_events: bool = True,
     ) -> list[Instruction]:
-        hello = Hello(KVPeer(name, incarnation), f"member-{member}", space)
+        hello = Hello(KVPeer(name, incarnation), f"member-{member}", space, wants_events)
         return self.kept(self.core.on_hello(member, hello, self.now, is_peer=is_peer))
 
     def say(self, message: ToConnector, member: int = 1) -> list[Instruction]:

@@ -81,7 +81,7 @@ def test_f_09_another_space_is_refused_with_its_field_and_both_values(field: str
 
 def test_f_10_what_is_on_disk_is_found_after_a_restart() -> None:
     chain = hashes(6)
-    first = Node(num_slots=16, num_disk_slots=16)
+    first = Node(num_slots=32, num_disk_slots=16)
     first.store(chain[:3])
     first.store(chain)
     jobs = of(first.told, WriteDisk)

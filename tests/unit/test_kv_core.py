@@ -419,6 +419,15 @@ def test_news_are_numbered_and_tell_what_is_different_now() -> None:
     assert messages(node.told, TierEvent, 2) == []
 
 
+def test_a_rank_hears_no_news() -> None:
+    node = Node()
+    assert messages(node.hello(2, wants_events=False), TierEvent) == []
+    node.store(hashes(1))
+    node.wait(1)
+    assert messages(node.told, TierEvent, 2) == []
+    assert messages(node.told, TierEvent, 1)
+
+
 def test_clear_is_told_before_it_is_answered() -> None:
     node = Node()
     node.store(hashes(2))
