@@ -118,9 +118,7 @@ class WildWorld(World):
         for group in self.groups:
             if group.is_stopped and rng.random() < 0.5:
                 group.is_stopped = False
-                if self.now - group.spoke_at > KV_LEASE_S:
-                    group.leases.clear()
-                    group.asked.clear()
+                self.look_at_the_clock(group)
 
     def kill(self, rng: random.Random) -> None:
         """One process; or one that was told to closes."""

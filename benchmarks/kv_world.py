@@ -272,6 +272,7 @@ class World:
     # ---- holders ----
 
     def say(self, group: Group, message: ToConnector, member: int | None = None) -> None:
+        self.look_at_the_clock(group)
         group.spoke_at = self.now
         self.carry_out(self.core.on_message(group.engine if member is None else member, message, self.now))
 
@@ -283,6 +284,12 @@ class World:
         group.news[member] = (0, {})
         hello = Hello(group.peer, name, SPACE)
         self.carry_out(self.core.on_hello(member, hello, self.now, is_peer=group.is_peer))
+
+    def look_at_the_clock(self, group: Group) -> None:
+        """Who was silent for the lease has none, whatever it has heard."""
+        if self.now - group.spoke_at > KV_LEASE_S:
+            group.leases.clear()
+            group.asked.clear()
 
     def hear(self, group: Group) -> None:
         inbox, group.inbox = group.inbox, []

@@ -64,6 +64,8 @@ MOST_WRITES = 32
 WRITE_SHARE = 0.25
 #: hashes that are remembered as asked for once, for each slot
 SEEN_PER_SLOT = 4
+#: without a call for so long it was the connector that was not there, and nobody is called silent for it
+STOOD_STILL_S = KV_LEASE_S / 2
 #: a job that is not answered for so long is stuck, and its slot stranded
 JOB_PATIENCE_S = 60.0
 
@@ -107,6 +109,7 @@ class ConnectorCore:
         reuse = ReuseFilter(SEEN_PER_SLOT * num_slots) if config.tier_admission == "second_use" else None
         self._stores = Stores(self._host, self._writer, reuse, _share(RESERVE_SHARE, num_slots))
         self._holders = Holders()
+        self._called_at = float("-inf")
         #: who waits for the disk to be empty
         self._clears: list[Send] = []
 
@@ -227,6 +230,9 @@ class ConnectorCore:
 
     def on_time(self, now: float) -> list[Instruction]:
         """Time has passed."""
+        if now - self._called_at > STOOD_STILL_S:  # words of everybody may lie unread
+            self._holders.hear_all(now)
+        self._called_at = now
         told = self._loads.on_time(now)
         for holder in self._holders.silent(now - KV_LEASE_S):
             void = [Send(lease.member, LostSlots(lease.lease_id)) for lease in holder.leases.values()]

@@ -122,6 +122,11 @@ class Holders:
     def remove(self, holder: Holder) -> None:
         del self._holders[holder.peer]
 
+    def hear_all(self, now: float) -> None:
+        """Nobody counts as silent."""
+        for holder in self._holders.values():
+            holder.heard_at = now
+
     def silent(self, since: float) -> list[Holder]:
         """Not heard since then."""
         return [holder for holder in self._holders.values() if holder.heard_at < since]

@@ -9,7 +9,6 @@ import random
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -50,12 +49,11 @@ class ConnectorMachine(RuleBasedStateMachine):
 
 
 TestConnector = ConnectorMachine.TestCase
-TestConnector.settings = settings(max_examples=8, stateful_step_count=40)
+TestConnector.settings = settings(max_examples=6, stateful_step_count=40)
 
 
-@pytest.mark.parametrize("seed", [0, 1000])
-def test_a_slice_of_the_soak(seed: int) -> None:
-    counts = kv_soak.run(6000, seed, every=25)
+def test_a_slice_of_the_soak() -> None:
+    counts = kv_soak.run(6000, 0, every=25)
     assert counts["worlds"] == 3
     for name in (
         "blocks stored",

@@ -111,6 +111,18 @@ def test_beats_renew_everything() -> None:
     assert not of(node.told, Close)
 
 
+def test_nobody_is_called_silent_after_the_connector_itself_stood_still() -> None:
+    """Their words lie unread in its sockets."""
+    node = Node()
+    node.store(hashes(1))
+    node.acquire(hashes(1))
+    node.wait(1)
+    assert of(node.wait(3 * KV_LEASE_S), Close) == []
+    for _ in range(2):
+        assert of(node.wait(KV_LEASE_S / 2), Close) == []
+    assert of(node.wait(1), Close) == [Close([1])]
+
+
 def test_a_newer_incarnation_takes_the_place_of_an_older_one_for_good() -> None:
     node = Node(num_slots=8)
     node.reserve(hashes(2))
