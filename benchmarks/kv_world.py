@@ -144,8 +144,8 @@ class World:
                     for group in self.groups:
                         if set(members) & set(group.members):
                             group.inbox.append(instruction)
-                case DropDisk(disk_slot=disk_slot):
-                    self.index.pop(disk_slot, None)
+                case DropDisk(disk_slot=disk_slot, block_hash=block_hash):
+                    assert self.index.pop(disk_slot).block_hash == block_hash, "it was another one's by then"
                 case WriteDisk():
                     assert not self._is_clearing(), "something is written while the disk is emptied"
                     self.index.pop(instruction.disk_slot, None)
@@ -154,7 +154,8 @@ class World:
                     ), "a disk slot is written that another job has"
                     self.disk[instruction.disk_slot] = TORN
                     self.jobs[instruction.job] = (instruction, self.generation, self.now)
-                case ReadDisk(slot=slot):
+                case ReadDisk(slot=slot, disk_slot=disk_slot, block_hash=block_hash):
+                    assert self.index[disk_slot].block_hash == block_hash, "another block is there"
                     self._tear(slot)
                     self.jobs[instruction.job] = (instruction, self.generation, self.now)
                 case Fetch(slots=slots):

@@ -128,7 +128,7 @@ class DiskWriter:
 
     def drop(self, block: DiskBlock) -> list[Instruction]:
         """It was found to be no good."""
-        return [DropDisk(block.disk_slot)] if self._disk.drop(block) else []
+        return [DropDisk(block.disk_slot, block.block_hash)] if self._disk.drop(block) else []
 
     def num_stuck(self, before: float) -> int:
         """Writes that began until then."""

@@ -36,6 +36,7 @@ class ReadDisk(msgspec.Struct, frozen=True):
     job: JobId
     disk_slot: int
     slot: int
+    block_hash: bytes
     checksum: int
 
 
@@ -53,9 +54,12 @@ class WriteDisk(msgspec.Struct, frozen=True):
 
 
 class DropDisk(msgspec.Struct, frozen=True):
-    """The index on disk forgets what it says of `disk_slot`. Needs no answer."""
+    """The index on disk forgets that this block is in `disk_slot`, if it still says so; in the order of the
+    instructions. Needs no answer.
+    """
 
     disk_slot: int
+    block_hash: bytes
 
 
 class ClearDisk(msgspec.Struct, frozen=True):

@@ -221,7 +221,7 @@ class Loads:
             return None
         job = next(self._jobs)
         self._disk_jobs[job] = _DiskJob(block, source, now)
-        return ReadDisk(job, source.disk_slot, block.slot, source.checksum)
+        return ReadDisk(job, source.disk_slot, block.slot, block_hash, source.checksum)
 
     def stage_from_peer(self, block_hash: bytes, parent: bytes, position: int) -> Block | None:
         """The caller makes a job of it."""

@@ -266,7 +266,7 @@ def test_a_slab_that_is_not_what_was_written_is_a_miss_and_forgotten(checksum: i
     node = Node(num_slots=8, num_disk_slots=8, on_disk=on_disk(chain))
     reads = of(node.acquire(chain).told, ReadDisk)
     told = node.kept(node.core.on_disk_read(reads[1].job, checksum, node.now))
-    assert of(told, DropDisk) == [DropDisk(1)]
+    assert of(told, DropDisk) == [DropDisk(1, chain[1])]
     node.kept(node.core.on_disk_read(reads[0].job, 7, node.now))
     assert only(node.answers()).slots == [reads[0].slot]
     node.kept(node.core.on_disk_read(reads[2].job, 7, node.now))
