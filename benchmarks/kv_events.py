@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from benchmarks.kv_world import CHAINS, HASHES, PEERS, Group, World
+from benchmarks.kv_world import CHAINS, HASHES, PEERS, TORN, Group, World
 from cluster.kv_connector.instructions import WriteDisk
 from cluster.kv_connector.tier_news import EVERY_S
 from replica.kv_messages import KV_LEASE_S, Acquire, Clear, KVPeer, KVTier, Release, Reserve, Seal, TierEvent
@@ -88,7 +88,7 @@ class WildWorld(World):
         number = rng.choice(list(group.writes))
         writes = group.writes[number]
         for slot, _ in writes.values():
-            self._tear(slot)
+            self.memory[slot] = TORN
         if rng.random() < 0.2:
             return
         for slot, content in writes.values():

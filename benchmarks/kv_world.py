@@ -54,13 +54,9 @@ Content = tuple[bytes, int]
 PEERS = ("node-1", "node-2")
 
 
-def chains() -> list[list[bytes]]:
-    """Six chains of 12, the latter half of them with the beginning of another."""
-    found = [[bytes([c, i]) * 8 for i in range(12)] for c in range(3)]
-    return found + [found[c][: 3 + 2 * c] + [bytes([c + 3, i]) * 8 for i in range(3 + 2 * c, 12)] for c in range(3)]
-
-
-CHAINS = chains()
+#: six of 12, the latter three with the beginning of another
+CHAINS = [[bytes([c, i]) * 8 for i in range(12)] for c in range(3)]
+CHAINS += [CHAINS[c][: 3 + 2 * c] + [bytes([c + 3, i]) * 8 for i in range(3 + 2 * c, 12)] for c in range(3)]
 HASHES = [*dict.fromkeys(h for chain in CHAINS for h in chain)]
 
 
@@ -156,11 +152,11 @@ class World:
                     self.jobs[instruction.job] = (instruction, self.generation, self.now)
                 case ReadDisk(slot=slot, disk_slot=disk_slot, block_hash=block_hash):
                     assert self.index[disk_slot].block_hash == block_hash, "another block is there"
-                    self._tear(slot)
+                    self.memory[slot] = TORN
                     self.jobs[instruction.job] = (instruction, self.generation, self.now)
                 case Fetch(slots=slots):
                     for slot in slots:
-                        self._tear(slot)
+                        self.memory[slot] = TORN
                     self.jobs[instruction.job] = (instruction, self.generation, self.now)
                 case ClearDisk():
                     assert not any(isinstance(job[0], WriteDisk) for job in self.jobs.values()), "a write is on its way"
@@ -189,9 +185,6 @@ class World:
                 assert generation >= self.oldest, "it was forgotten, and comes back"
             self.count("blocks given", len(message.slots))
             self.count("answers")
-
-    def _tear(self, slot: int) -> None:
-        self.memory[slot] = TORN
 
     def count(self, name: str, by: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + by

@@ -119,7 +119,8 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=20, help="on live clusters")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    trace_soak.run(options.requests, options.seed, options.scale, options.traces)
+    if options.requests:
+        trace_soak.run(options.requests, options.seed, options.scale, options.traces)
     if options.kv_steps:
         counts = kv_soak.run(options.kv_steps, options.seed)
         print(f"soak kv: {options.kv_steps} steps, {counts['worlds']} worlds, nothing wrong", flush=True)
