@@ -1,6 +1,7 @@
 """`make soak ARGS="--requests 1000000 --minutes 10 --process-kills 300 --kills 20 --drains 10"`: public traces through
-one engine in virtual time (`trace_soak.py`), random clusters in virtual time with faults, kill -9 of replica processes
-without Ray (`kills.py`), then of replicas of a live cluster (`kills_live.py`), drains, floods. 0 leaves a part out.
+one engine in virtual time (`trace_soak.py`), the core of a KVConnector in a world that goes wrong (`kv_soak.py`),
+random clusters in virtual time with faults, kill -9 of replica processes without Ray (`kills.py`), then of replicas of
+a live cluster (`kills_live.py`), drains, floods. 0 leaves a part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
 it is in `tests/simulation/`, `tests/cluster/test_kills.py` and `test_serve.py`; figures of the last full run are in
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import drain, flood, kills_live, servers, trace_soak
+from benchmarks import drain, flood, kills_live, kv_soak, servers, trace_soak
 from benchmarks.checked_streams import Load
 from benchmarks.kills import random_kills
 from cluster.simulation.records import SimRecord
@@ -158,6 +159,7 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=1_000_000, help="of the traces")
     parser.add_argument("--scale", type=float, default=trace_soak.SCALE, help="of the lengths in the traces")
     parser.add_argument("--traces", type=Path, default=trace_soak.TRACES, help="folder with both traces")
+    parser.add_argument("--kv-steps", type=int, default=100_000, help="of the KVConnector's world")
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--process-kills", type=int, default=300, help="of replica processes without Ray")
     parser.add_argument("--kills", type=int, default=20, help="on a live cluster")
@@ -165,7 +167,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flood", type=float, default=0, help="minutes of a flood at a live cluster")
     options = parser.parse_args()
-    trace_soak.run(options.requests, options.seed, options.scale, options.traces)
+    if options.requests:
+        trace_soak.run(options.requests, options.seed, options.scale, options.traces)
+    if options.kv_steps:
+        counts = kv_soak.run(options.kv_steps, options.seed)
+        print(f"soak kv: {options.kv_steps} steps, {counts['worlds']} worlds, nothing wrong", flush=True)
     if options.minutes:
         virtual(options.minutes, options.seed)
     faults = processes(options.process_kills, options.seed) if options.process_kills else 0

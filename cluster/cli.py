@@ -186,7 +186,7 @@ def _resolved_yaml(config: Any) -> str:
             "served_model_name": config.served_name,
             "dtype": engine.model.dtype,
             "scheduler": engine.scheduler,
-            "kv_cache": engine.cache,
+            "kv_cache": config.kv_cache.model_copy(update=engine.cache.model_dump()),
             "threads_per_replica": engine.parallel.num_threads,
             "tensor_parallel_size": config.num_ranks,
         }

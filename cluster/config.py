@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from cluster.allowed import allowed
+from cluster.kv_connector.config import KVCacheConfig
 from cluster.tenant_config import TenantsConfig, tenants_of
 from replica.config import (
     AdmissionConfig,
-    CacheConfig,
     DType,
     EngineConfig,
     FrozenModel,
@@ -137,7 +137,7 @@ class ClusterConfig(FrozenModel):
     longest_stream_s: float = Field(600, gt=0, le=604_800, description="How long a stopping router lets streams end.")
     router: RouterConfig = RouterConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    kv_cache: CacheConfig = CacheConfig()
+    kv_cache: KVCacheConfig = KVCacheConfig()
     http: HttpConfig = HttpConfig()
     tenants: TenantsConfig = TenantsConfig()
 
@@ -196,7 +196,7 @@ class ClusterConfig(FrozenModel):
         """The part a replica needs; `auto` values stay open until the replica knows its hardware."""
         return EngineConfig(
             model=ModelConfig(model=self.model, dtype=self.dtype, max_model_len=self.max_model_len, runner=self.runner),
-            cache=self.kv_cache,
+            cache=self.kv_cache.pool(),
             scheduler=self.scheduler,
             admission=AdmissionConfig(max_queued_requests=self.router.max_queued_requests_per_replica),
             parallel=ParallelConfig(

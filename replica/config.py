@@ -63,6 +63,13 @@ class CacheConfig(FrozenModel):
         None, gt=0, description="Memory for the pool in GiB. auto: a share of free memory."
     )
     enable_prefix_caching: bool = Field(True, description="Share computed blocks of equal prefixes.")
+    load_wait_ms: float = Field(
+        100,
+        ge=0,
+        le=10_000,
+        description="How long a sequence waits for KV from the node's tiers before it is computed.",
+    )
+    min_load_blocks: int = Field(4, ge=1, description="Fewer blocks than that are computed instead of being loaded.")
 
 
 class SchedulerConfig(FrozenModel):

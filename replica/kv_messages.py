@@ -1,7 +1,7 @@
-"""PURE. The contract between a replica and the KVConnector of its node: `docs/kv_connector.md`.
+"""PURE. The contract between a replica and the KVConnector of its node, and between connectors: `docs/kv_connector.md`.
 
-A Unix socket, each frame a 4-byte little-endian length and a MessagePack map. Block ids, slots and hashes travel; KV
-bytes never do, since both map the same arena.
+Between a replica and its connector: a Unix socket, each frame a 4-byte little-endian length and a MessagePack map.
+Block ids, slots and hashes travel; KV bytes never do, since both map the same arena.
 
     replica                                        connector
       Hello ───────────────────────────────────────> Welcome + descriptor of the arena | Unwelcome
@@ -74,6 +74,8 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     holder: KVPeer
     member: str
     space: KVSpace
+    #: wants `TierEvent`s; a rank has no use for them
+    wants_events: bool = True
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -107,6 +109,9 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     within_s: float
     #: connectors that are said to have them, asked before others: `peer_id`s
     sources: list[str] = []
+    #: place of the first hash in its chain, and the hash before it: eviction goes by them, nothing else
+    first: int = 0
+    before: bytes = b""
 
 
 class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
@@ -136,6 +141,10 @@ class Reserve(msgspec.Struct, frozen=True, tag="reserve"):
     reservation_id: int
     hashes: list[bytes]
     must_stay: bool = False
+    #: of each hash the one before it in its chain, and its place there; empty: not told, and then eviction does not
+    #: know what hangs on what
+    parents: list[bytes] = []
+    positions: list[int] = []
 
 
 class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
@@ -157,7 +166,7 @@ class Seal(msgspec.Struct, frozen=True, tag="seal"):
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):
-    """Forget every block of the space, on all tiers of the node; what is leased can be read but not found."""
+    """Forget every block of the space, on all tiers of the node; what is leased can be read to its end, not found."""
 
     clear_id: int
 
@@ -170,18 +179,20 @@ class Cleared(msgspec.Struct, frozen=True, tag="cleared"):
 
 class TierEvent(msgspec.Struct, frozen=True, tag="tier_event"):
     """To whoever is connected: changes of what the connector can give, in order. `number` counts them by one from 0 on
-    each connection; the first holds everything.
+    each connection; the first holds everything (very much of it comes in several parts).
     """
 
     number: int
     stored: dict[KVTier, list[bytes]] = {}
-    #: not on any tier of the node any more
+    #: not on any tier any more
     removed: list[bytes] = []
     is_cleared: bool = False
 
 
 class LostSlots(msgspec.Struct, frozen=True, tag="lost_slots"):
-    """A lease is void before its time, because the slab was found corrupt. Its KV must not be used."""
+    """A lease is void before its time: a slab was found corrupt, or the holder was not heard for too long. Its KV must
+    not be used.
+    """
 
     lease_id: int
 
