@@ -1,0 +1,297 @@
+"""ASYNC. KV blocks on disk: files that are allocated before anything is stored, in slots of one slab.
+
+Which slot a block gets, and who makes room, is decided elsewhere: this carries it out and keeps the index, so that a
+restart finds what was stored. A slab that is not what was written (cut, flipped, gone, unreadable) is a miss: it is
+said once and its entry is gone. Bytes go between arena and disk without the page cache where the file system allows
+that (O_DIRECT), so nothing is in memory twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import itertools
+import logging
+import mmap
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import xxhash
+
+from cluster.kv_connector.disk_folder import SpaceFolder
+from cluster.kv_connector.disk_journal import DiskEntry, DiskJournal
+from replica.arena_map import SLOT_ALIGNMENT, round_slot
+from replica.errors import ConfigError
+from replica.kv_messages import KVSpace
+
+#: of one file: what a damaged one takes along, and the step in which a disk that is full makes the tier smaller
+FILE_BYTES = 256 << 20
+#: reads and writes at a time: two keep a disk busy, the others wait for its answers
+NUM_THREADS = 4
+_GIB = 1 << 30
+logger = logging.getLogger(__name__)
+
+
+class DiskStats(msgspec.Struct, frozen=True):
+    """Since it was opened."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    #: slabs that were not what was written
+    num_corrupt: int = 0
+    num_failed_reads: int = 0
+    num_failed_writes: int = 0
+
+
+class DiskTier:
+    """Made by `open`. All but reads and writes are calls that return at once.
+
+    Memory that is read into and written from begins at multiples of 4,096 and may be used up to the next one: a slot of
+    the arena. Other memory works too, through a copy.
+    """
+
+    def __init__(self, folder: SpaceFolder, slab_bytes: int, num_slots: int, use_direct: bool = True) -> None:
+        """Blocking; see `open`."""
+        self._folder = folder
+        self.slab_bytes = slab_bytes
+        self._slot_bytes = round_slot(slab_bytes)
+        self._slots_per_file = max(1, FILE_BYTES // self._slot_bytes)
+        self.is_direct = use_direct
+        self._lock = threading.Lock()
+        self._files: list[int] = []
+        self.stats = DiskStats()
+        #: turn and hash of what is being written, by slot: a write that was overtaken is not entered
+        self._writing: dict[int, tuple[int, bytes]] = {}
+        self._turns = itertools.count()
+        self._journal = DiskJournal(folder.path / "index")
+        self.num_slots = self._allocate(num_slots)
+        for entry in list(self._journal.entries.values()):
+            if entry.slot >= self.num_slots or entry.num_bytes > self.slab_bytes:
+                self._journal.remove(entry.slot)
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "shoal-kv-disk")
+
+    @classmethod
+    async def open(
+        cls, folder: Path, space: KVSpace, slab_bytes: int, max_bytes: int, use_direct: bool = True
+    ) -> DiskTier:
+        """With what an earlier process of the same space left. Raises ConfigError: no folder, or no room for a slab.
+
+        `max_bytes` bounds all spaces in `folder` that nobody else uses: others than `space` are removed for it, the
+        longest unused first. On a full disk the tier is as large as there is room.
+        """
+
+        def make() -> DiskTier:
+            space_folder = SpaceFolder(folder, space, slab_bytes)
+            try:
+                num_slots = max_bytes // round_slot(slab_bytes)
+                space_folder.make_room(num_slots * round_slot(slab_bytes), max_bytes)
+                return cls(space_folder, slab_bytes, num_slots, use_direct)
+            except BaseException:
+                space_folder.close()
+                raise
+
+        return await asyncio.to_thread(make)
+
+    @property
+    def path(self) -> Path:
+        """Of its files."""
+        return self._folder.path
+
+    def entries(self) -> list[DiskEntry]:
+        """What can be read, the longest stored first."""
+        with self._lock:
+            return list(self._journal.entries.values())
+
+    async def write(self, slot: int, block_hash: bytes, slab: memoryview) -> bool:
+        """Store `slab` (up to `slab_bytes`, also none) in place of what the slot held. False: it could not be written,
+        or was forgotten meanwhile; the slot is free.
+        """
+        with self._lock:
+            turn = next(self._turns)
+            self._writing[slot] = turn, block_hash
+            self._journal.remove(slot)
+        return await self._on_thread(self._write, slot, block_hash, slab, turn)
+
+    async def read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
+        """Exactly the bytes that were stored, at the start of `into`. False: a miss, and `into` holds anything."""
+        return await self._on_thread(self._read, slot, block_hash, into)
+
+    def forget(self, slot: int, block_hash: bytes) -> None:
+        """Nothing happens if the slot holds another block by now. A write that is on its way is not entered."""
+        with self._lock:
+            entry = self._journal.entries.get(slot)
+            if entry is not None and entry.block_hash == block_hash:
+                self._journal.remove(slot)
+            if self._writing.get(slot, (0, b""))[1] == block_hash:
+                del self._writing[slot]
+
+    def clear(self) -> None:
+        """Forget everything, also what is being written."""
+        with self._lock:
+            self._writing.clear()
+            self._journal.clear()
+
+    async def close(self) -> None:
+        """Idempotent. What is being read and written is waited for; the files stay."""
+        await asyncio.to_thread(self._pool.shutdown)
+        with self._lock:
+            self._journal.close()
+            for file in self._files:
+                os.close(file)
+            self._files.clear()
+            self._folder.close()
+
+    async def _on_thread(self, work: Callable[..., bool], *arguments: object) -> bool:
+        """To the end even if nobody waits any more: the memory belongs to the thread until then."""
+        running = asyncio.get_running_loop().run_in_executor(self._pool, work, *arguments)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait([running])
+            raise
+
+    # ---- on a thread ----
+
+    def _allocate(self, num_slots: int) -> int:
+        """As many slots as there is room for. Raises ConfigError when that is none."""
+        wanted, problem = num_slots, ""
+        while len(self._files) * self._slots_per_file < wanted and not problem:
+            first = len(self._files) * self._slots_per_file
+            asked = count = min(self._slots_per_file, wanted - first)
+            path = self.path / f"slabs-{len(self._files):03}"
+            file, problem = self._open_file(path, count * self._slot_bytes)
+            while file is None and count > 1:  # the end of a full disk, and room left for the index
+                count //= 2
+                file, _ = self._open_file(path, count * self._slot_bytes)
+            if file is not None:
+                self._files.append(file)
+            if count < asked or file is None:
+                wanted = first + (count if file is not None else 0)
+        for old in sorted(self.path.glob("slabs-*"))[len(self._files) :]:
+            old.unlink(missing_ok=True)
+        if wanted < 1:
+            reason = problem or f"one block takes {self._slot_bytes} bytes"
+            raise ConfigError(f"kv_cache.disk_tier_gib: no disk tier in {self.path}: {reason}; give less or free space")
+        if problem:
+            logger.warning(
+                "kv_cache.disk_tier_gib: %.2f GiB are asked for, %.2f are used: %s",
+                num_slots * self._slot_bytes / _GIB, wanted * self._slot_bytes / _GIB, problem,
+            )  # fmt: skip
+        return wanted
+
+    def _open_file(self, path: Path, size: int) -> tuple[int | None, str]:
+        """A descriptor, or why not."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+        try:
+            if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+                path.unlink()  # its entries are misses, its room is used again
+            try:
+                file = os.open(path, flags | (os.O_DIRECT if self.is_direct else 0), 0o600)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.is_direct:
+                    raise
+                self.is_direct = False  # a file system without it
+                file = os.open(path, flags, 0o600)
+        except OSError as error:
+            return None, f"{path.name}: {error.strerror or error}"
+        try:
+            os.posix_fallocate(file, 0, size)
+            if os.fstat(file).st_size > size:
+                os.ftruncate(file, size)
+        except OSError as error:
+            os.close(file)
+            path.unlink(missing_ok=True)
+            return None, f"{path.name}: {error.strerror or error}"
+        return file, ""
+
+    def _write(self, slot: int, block_hash: bytes, slab: memoryview, turn: int) -> bool:
+        file, offset = self._place(slot)
+        length = round_slot(len(slab))
+        assert len(slab) <= self.slab_bytes, f"{len(slab)} bytes for a slot of {self.slab_bytes}"
+        try:
+            digest = xxhash.xxh3_64_intdigest(slab)
+            memory = _aligned(slab, length)
+            if os.pwrite(file, memory, offset) != length:
+                raise OSError(errno.EIO, "written in part")
+            self._drop_from_cache(file, offset, length, is_written=True)
+        except OSError as error:
+            self._count(num_failed_writes=1)
+            logger.warning("KV block of %d bytes not written to %s: %s", len(slab), self.path.name, error.strerror)
+            return False
+        with self._lock:
+            if self._writing.get(slot) != (turn, block_hash):
+                return False
+            del self._writing[slot]
+            self._journal.put(DiskEntry(bytes(block_hash), slot, len(slab), digest))
+        self._count(written_bytes=len(slab))
+        return True
+
+    def _read(self, slot: int, block_hash: bytes, into: memoryview) -> bool:
+        with self._lock:
+            entry = self._journal.entries.get(slot)
+        if entry is None or entry.block_hash != block_hash or len(into) < entry.num_bytes:
+            return False
+        file, offset = self._place(slot)
+        length = round_slot(entry.num_bytes)
+        problem = ""
+        try:
+            memory = _aligned(into[: entry.num_bytes], length, is_filled=False)
+            if os.preadv(file, [memory], offset) < entry.num_bytes:
+                problem = "the file is cut short"
+            elif xxhash.xxh3_64_intdigest(memory[: entry.num_bytes]) != entry.digest:
+                problem = "its checksum is wrong"
+            self._drop_from_cache(file, offset, length)
+        except OSError as error:
+            problem = error.strerror or str(error)
+        if not problem:
+            if memory.obj is not into.obj:  # it was a room of its own
+                into[: entry.num_bytes] = memory[: entry.num_bytes]
+            self._count(read_bytes=entry.num_bytes)
+            return True
+        is_corrupt = "checksum" in problem or "short" in problem
+        self._count(num_corrupt=is_corrupt, num_failed_reads=not is_corrupt)
+        with self._lock:
+            is_first = self._journal.entries.get(slot) is entry  # else stored again meanwhile: not ours to remove
+            if is_first:
+                self._journal.remove(slot)
+        if is_first:
+            logger.warning("KV block in slot %d of %s is not used: %s", slot, self.path.name, problem)
+        return False
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """File and offset."""
+        if not 0 <= slot < self.num_slots:
+            raise IndexError(f"slot {slot} of a disk tier with {self.num_slots}")
+        number, within = divmod(slot, self._slots_per_file)
+        return self._files[number], within * self._slot_bytes
+
+    def _drop_from_cache(self, file: int, offset: int, length: int, is_written: bool = False) -> None:
+        if self.is_direct:
+            return
+        if is_written:  # dirty pages cannot be dropped
+            os.fdatasync(file)
+        os.posix_fadvise(file, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            values = {name: getattr(self.stats, name) + number for name, number in more.items()}
+            self.stats = msgspec.structs.replace(self.stats, **values)
+
+
+def _aligned(memory: memoryview, length: int, is_filled: bool = True) -> memoryview:
+    """`length` bytes that O_DIRECT takes: `memory` itself where it can be, else a copy (`is_filled`) or room for one."""
+    if length == len(memory) and (length == 0 or _address(memory) % SLOT_ALIGNMENT == 0):
+        return memory
+    room = memoryview(mmap.mmap(-1, length))
+    if is_filled:
+        room[: len(memory)] = memory
+    return room
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).ctypes.data)
