@@ -143,7 +143,7 @@ def give(num_slots: int) -> None:
         owner.map.array[:] = 1
         giver = TcpGiver("127.0.0.1", identity("giver"), EverySlab(), owner.slab)
         bare = socket.create_server(("127.0.0.1", 0))
-        threading.Thread(target=_give_bare, args=(bare, memoryview(owner.map.array).cast("B")), daemon=True).start()
+        threading.Thread(target=_give_bare, args=(bare, owner.map.view), daemon=True).start()
         print(json.dumps([giver.port, bare.getsockname()[1]]), flush=True)
         await asyncio.to_thread(sys.stdin.read)
         os._exit(0)
@@ -187,7 +187,8 @@ def process_cpu(pid: int) -> float:
 async def giving(num_slots: int) -> AsyncIterator[tuple[subprocess.Popen[bytes], int, int]]:
     """The other process and its ports."""
     command = [sys.executable, "-m", "benchmarks.kv_speed", "give", str(num_slots)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+    pipe = subprocess.PIPE
+    with await asyncio.to_thread(subprocess.Popen, command, stdin=pipe, stdout=pipe) as child:
         assert child.stdout is not None
         port, bare = json.loads(await asyncio.to_thread(child.stdout.readline))
         try:
@@ -204,7 +205,7 @@ async def tcp(rounds: int, num_slots: int = 720) -> Pair:
     hashes, slots = [b"%d" % one for one in range(num_slots)], list(range(num_slots))
     num_bytes = num_slots * SLAB_BYTES
     each = num_bytes // NUM_LANES
-    memory = memoryview(owner.map.array).cast("B")
+    memory = owner.map.view
     ours: list[tuple[float, float]] = []
     limit: list[tuple[float, float]] = []
     async with giving(num_slots) as (child, port, bare):
@@ -222,7 +223,6 @@ async def tcp(rounds: int, num_slots: int = 720) -> Pair:
                 found.append((num_bytes / wall, cpu / num_bytes * GIB))
         for link in links:
             link.close()
-    del memory
     await taker.close()
     await owner.close()
     turns = iter(zip(ours, limit, strict=True))

@@ -54,9 +54,10 @@ class ArenaMap:
             self._memory = mmap.mmap(descriptor, num_slots * slot_bytes)
         except OSError as error:
             raise ArenaError(f"{size} bytes of the arena cannot be mapped: {error.strerror}") from None
-        self._view = memoryview(self._memory)
+        #: all of it
+        self.view = memoryview(self._memory)
         #: [num_slots, slot_bytes]
-        self.array: npt.NDArray[np.uint8] = np.frombuffer(self._view, np.uint8).reshape(num_slots, slot_bytes)
+        self.array: npt.NDArray[np.uint8] = np.frombuffer(self.view, np.uint8).reshape(num_slots, slot_bytes)
         self._is_pinned = False
 
     @property
@@ -74,7 +75,7 @@ class ArenaMap:
             raise IndexError(f"slot {slot} of an arena with {self.num_slots}")
         length = self.slot_bytes if num_bytes is None else num_bytes
         assert length <= self.slot_bytes, f"{length} bytes of a slot with {self.slot_bytes}"
-        return self._view[slot * self.slot_bytes : slot * self.slot_bytes + length]
+        return self.view[slot * self.slot_bytes : slot * self.slot_bytes + length]
 
     def populate(self, is_new: bool, on_progress: Callable[[int], None] = lambda done: None) -> None:
         """Blocking, for a thread: have every page in this process' tables, so that no copy meets a page fault.
@@ -117,7 +118,7 @@ class ArenaMap:
             self._is_pinned = False
         self.array = np.empty((0, self.slot_bytes), np.uint8)
         try:
-            self._view.release()
+            self.view.release()
             self._memory.close()
         except BufferError:
             pass

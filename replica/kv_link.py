@@ -46,7 +46,7 @@ class KVLinkHandler:
         """Everything after the welcome."""
 
     def on_lost(self, reason: str) -> None:
-        """The connector is gone. What was asked and not answered never will be; what was leased may be read to its end."""
+        """It is gone. What was asked and not answered never will be; what was leased may be read to its end."""
 
     def on_refused(self, message: str) -> None:
         """The connector does not want this process."""

@@ -61,7 +61,7 @@ class SpaceFolder:
             self.close()
             raise ConfigError(f"kv_cache.disk_folder: {folder} cannot be used: {error.strerror or error}") from None
         raise ConfigError(
-            f"kv_cache.disk_folder: {folder} is used by {MAX_CONNECTORS} connectors already; give this one another folder"
+            f"kv_cache.disk_folder: {folder} is used by {MAX_CONNECTORS} connectors already; give another folder"
         )
 
     def make_room(self, wanted: int, limit: int) -> None:

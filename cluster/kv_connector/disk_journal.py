@@ -8,6 +8,7 @@ another name that then takes the place.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import struct
@@ -46,10 +47,8 @@ class DiskJournal:
         self._num_records = 0
         #: its end is no whole record
         self._is_torn = False
-        try:
+        with contextlib.suppress(FileNotFoundError):
             self._replay(path.read_bytes())
-        except FileNotFoundError:
-            pass
         self._file = -1
         self._rewrite()  # a torn end is gone, and what is appended from now on is found
 

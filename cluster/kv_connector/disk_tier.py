@@ -340,7 +340,7 @@ class DiskTier:
 
 
 def _aligned(memory: memoryview, length: int, is_filled: bool = True) -> memoryview:
-    """`length` bytes that O_DIRECT takes: `memory` itself where it can be, else a copy (`is_filled`) or room for one."""
+    """`length` bytes that O_DIRECT takes: `memory` itself if it can be, else a copy (`is_filled`) or room for one."""
     if length == len(memory) and (length == 0 or _address(memory) % SLOT_ALIGNMENT == 0):
         return memory
     room = memoryview(mmap.mmap(-1, length))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import socket
 import threading
@@ -111,9 +112,9 @@ class TcpGiver:
             peer.setblocking(False)
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             task = self._peers[peer] = self._loop.create_task(self._serve(peer))
-            task.add_done_callback(lambda _, peer=peer: self._forget(peer))
+            task.add_done_callback(functools.partial(self._forget, peer))
 
-    def _forget(self, peer: socket.socket) -> None:
+    def _forget(self, peer: socket.socket, _: asyncio.Task[None]) -> None:
         self._peers.pop(peer, None)
         peer.close()
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -77,12 +78,13 @@ class Source:
 
 
 @asynccontextmanager
-async def giving(source: Source, **changes: object) -> AsyncIterator[tuple[TcpGiver, PeerAddress, Arena]]:
+async def giving(
+    source: Source, max_bytes_per_s: float | None = None, **changes: Any
+) -> AsyncIterator[tuple[TcpGiver, PeerAddress, Arena]]:
     """Ends with every lease given back."""
     arena = Arena(NUM_SLOTS, SLAB)
     for slot in range(NUM_SLOTS):
         arena.slab(slot)[:] = content(slot)
-    max_bytes_per_s = changes.pop("max_bytes_per_s", None)
     identity = msgspec.structs.replace(IDENTITY, **{"me": GIVER, **changes})
     giver = TcpGiver("127.0.0.1", identity, source, arena.slab, max_bytes_per_s)
     try:
@@ -152,7 +154,7 @@ async def test_slabs_arrive_over_and_over() -> None:
     ],
 )
 async def test_who_does_not_fit_hears_why(
-    changes: dict[str, object], sentence: str, caplog: pytest.LogCaptureFixture
+    changes: dict[str, Any], sentence: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Source()
     async with giving(source, **changes) as (_, peer, _arena), taking() as taker:
@@ -358,13 +360,17 @@ asyncio.run(main())
 """
 
 
+def other_process() -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", OTHER]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=Path(__file__).parents[2])
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_giver_that_is_killed_or_frozen(how: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_transport, "STALL_S", 0.1)
     monkeypatch.setattr(tcp_transport, "CONNECT_S", 0.1)
-    pipe = subprocess.PIPE
-    command = [sys.executable, "-c", OTHER]
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=Path(__file__).parents[2]) as child:
+    with other_process() as child:
         assert child.stdout is not None
         peer = PeerAddress(GIVER, "127.0.0.1", int(child.stdout.readline()))
         async with taking() as taker:

@@ -1,4 +1,4 @@
-"""The disk tier of a connector: what it stores is what it gives back, or nothing; cases F-06, F-07, F-09, F-10, F-13."""
+"""The disk tier of a connector: what it stores is what it gives back, or nothing; cases F-06 to F-13."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -82,6 +83,10 @@ async def test_f13_a_slot_holds_exactly_what_was_stored_last(tmp_path: Path) -> 
     await tier.close()
 
 
+def started(command: list[str], root: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env=environ, text=True)
+
+
 async def test_f10_a_restart_finds_everything(tmp_path: Path) -> None:
     """Another process, with another seed of Python's own hash."""
     script = (
@@ -99,9 +104,7 @@ async def test_f10_a_restart_finds_everything(tmp_path: Path) -> None:
     environ = {**os.environ, "PYTHONHASHSEED": "77"}
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env=environ, text=True
-    ) as child:
+    with started(command, root, environ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "written\n"
         second = await opened(tmp_path)  # beside it, in a folder of its own
@@ -190,7 +193,7 @@ def delete(path: Path) -> None:
 
 @pytest.mark.parametrize(("damage", "lost"), [(cut, set(range(8, 16))), (flip, {3}), (delete, set(range(16)))])
 async def test_f07_damage_while_it_is_closed(
-    tmp_path: Path, damage: object, lost: set[int], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, damage: Callable[[Path], None], lost: set[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = await opened(tmp_path)
     assert all(await tier.write([item(number) for number in range(16)]))
@@ -209,7 +212,7 @@ async def test_f07_damage_while_it_is_closed(
 
 
 @pytest.mark.parametrize(("damage", "lost"), [(cut, set(range(8, 16))), (flip, {3}), (delete, set())])
-async def test_f07_damage_while_it_is_open(tmp_path: Path, damage: object, lost: set[int]) -> None:
+async def test_f07_damage_while_it_is_open(tmp_path: Path, damage: Callable[[Path], None], lost: set[int]) -> None:
     tier = await opened(tmp_path, use_direct=False)
     assert all(await tier.write([item(number) for number in range(16)]))
     damage(tier.path / "slabs-000")
@@ -330,8 +333,7 @@ async def test_f09_the_longest_unused_space_makes_room(tmp_path: Path) -> None:
         assert all(await tier.write([item(number) for number in range(2)]))
         await tier.close()
         os.utime(tier.path / "space.json", (at, at))
-    names = {one.name for one in tmp_path.iterdir()}
-    assert names == {f"{space_name(spaces[2], SLAB)}.0"}
+    assert set(os.listdir(tmp_path)) == {f"{space_name(spaces[2], SLAB)}.0"}
 
 
 async def test_f09_the_header_is_checked_too(tmp_path: Path) -> None:
@@ -370,7 +372,7 @@ async def test_a_full_disk_makes_the_tier_smaller(
         await tier.write([item(10)])
     await tier.close()
     left = 0
-    with pytest.raises(ConfigError, match="disk_tier_gib.*No space left"):
+    with pytest.raises(ConfigError, match=r"disk_tier_gib.*No space left"):
         await opened(tmp_path / "other")
 
 
@@ -390,7 +392,7 @@ async def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
 async def test_no_room_for_the_index_costs_a_restart_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = await opened(tmp_path)
-    monkeypatch.setattr(disk_journal.os, "write", lambda *_: 3)
+    monkeypatch.setattr("os.write", lambda *_: 3)
     assert all(await tier.write([item(1)]))
     monkeypatch.undo()
     assert await found(tier, 1) == [True]
