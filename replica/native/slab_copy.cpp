@@ -11,18 +11,18 @@ namespace {
 void copy(char* to, const char* from, int64_t n) {
   int64_t i = 0;
 #if defined(__x86_64__)
-  if (reinterpret_cast<uintptr_t>(to) % 64 == 0) {
-    for (; i + 256 <= n; i += 256) {
-      for (int j = 0; j < 256; j += 64) _mm_prefetch(from + i + j + 1024, _MM_HINT_NTA);
-      for (int j = 0; j < 256; j += 64) {
+  const int64_t head = -reinterpret_cast<uintptr_t>(to) & 63;  // streams go to whole lines
+  if (head < n) std::memcpy(to, from, i = head);
+  for (; i + 256 <= n; i += 256) {
+    for (int j = 0; j < 256; j += 64) _mm_prefetch(from + i + j + 1024, _MM_HINT_NTA);
+    for (int j = 0; j < 256; j += 64) {
 #if defined(__AVX512F__)
-        _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + j), _mm512_loadu_si512(from + i + j));
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i + j), _mm512_loadu_si512(from + i + j));
 #else
-        for (int k = 0; k < 64; k += 16)
-          _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + j + k),
-                           _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + j + k)));
+      for (int k = 0; k < 64; k += 16)
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + i + j + k),
+                         _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i + j + k)));
 #endif
-      }
     }
   }
 #endif
