@@ -13,7 +13,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import CancelledError as LeaseCancelled
 
 import msgspec
@@ -22,10 +22,12 @@ import xxhash
 from cluster.kv_connector.tcp_socket import Identity, admit, cut, receive_into, send_all, set_limits, write_frame
 from cluster.kv_connector.tcp_wire import (
     ABSENT,
+    EVENTS,
     LENGTH,
     MAX_WANT_BYTES,
     SLAB_HEADER,
     SLAB_MAGIC,
+    SLABS,
     LinkBudget,
     PeerError,
     Want,
@@ -76,6 +78,8 @@ class TcpGiver:
         self._peers: dict[socket.socket, asyncio.Task[None]] = {}
         self._subscribers: set[_Subscriber] = set()
         self._leasing: set[asyncio.Task[object]] = set()
+        #: other things than slabs over TCP that are given here, by name: served on the loop until it returns or raises
+        self.others: dict[str, Callable[[socket.socket, KVPeer], Awaitable[None]]] = {}
         self._is_closed = False
         self._accepting = self._loop.create_task(self._accept())
 
@@ -122,8 +126,13 @@ class TcpGiver:
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 said = await admit(peer, self._identity)
-            if said.wants_events:
+            if said.wants == EVENTS:
                 await self._serve_events(peer)
+                return
+            if said.wants != SLABS:
+                if said.wants not in self.others:
+                    raise PeerError(f"it wants {said.wants!r}, which is not given here")
+                await self.others[said.wants](peer, said.reader)
                 return
             peer.setblocking(True)
             done = self._loop.create_future()

@@ -21,6 +21,7 @@ from cluster.kv_connector.tcp_wire import (
     MAX_HANDSHAKE_BYTES,
     NONCE_BYTES,
     PROTOCOL_VERSION,
+    SLABS,
     Accept,
     Challenge,
     Greet,
@@ -88,9 +89,7 @@ async def _read_handshake(peer: socket.socket) -> Handshake:
         raise PeerError(f"it does not speak our protocol: {error}") from None
 
 
-async def connect(
-    address: PeerAddress, identity: Identity, within_s: float, wants_events: bool = False
-) -> socket.socket:
+async def connect(address: PeerAddress, identity: Identity, within_s: float, wants: str = SLABS) -> socket.socket:
     """To a connector that let us in; the socket does not block. Raises PeerError."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     peer = socket.socket(family, socket.SOCK_STREAM)
@@ -99,7 +98,7 @@ async def connect(
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         async with asyncio.timeout(within_s):
             await asyncio.get_running_loop().sock_connect(peer, (address.host, address.port))
-            await _introduce(peer, address.peer, identity, wants_events)
+            await _introduce(peer, address.peer, identity, wants)
     except BaseException as error:
         peer.close()
         if isinstance(error, TimeoutError):
@@ -110,7 +109,7 @@ async def connect(
     return peer
 
 
-async def _introduce(peer: socket.socket, giver: KVPeer, identity: Identity, wants_events: bool) -> None:
+async def _introduce(peer: socket.socket, giver: KVPeer, identity: Identity, wants: str) -> None:
     nonce = secrets.token_bytes(NONCE_BYTES)
     await write_frame(peer, encode(Greet(PROTOCOL_VERSION, nonce)))
     challenge = await _read_handshake(peer)
@@ -123,7 +122,7 @@ async def _introduce(peer: socket.socket, giver: KVPeer, identity: Identity, wan
     if not hmac.compare_digest(challenge.proof, giver_proof(identity.token, nonce, challenge.nonce)):
         raise PeerError("it does not know this cluster's token")
     proof = reader_proof(identity.token, nonce, challenge.nonce)
-    introduce = Introduce(proof, identity.me, giver, identity.space, identity.slab_bytes, wants_events)
+    introduce = Introduce(proof, identity.me, giver, identity.space, identity.slab_bytes, wants)
     await write_frame(peer, encode(introduce))
     answer = await _read_handshake(peer)
     if not isinstance(answer, Accept):

@@ -22,7 +22,7 @@ import xxhash
 
 from cluster.kv_connector.tcp_giver import EVENT_BEAT_S, MAX_EVENT_BYTES
 from cluster.kv_connector.tcp_socket import Identity, connect, cut, read_frame, receive_into, send_all, set_limits
-from cluster.kv_connector.tcp_wire import ABSENT, LENGTH, SLAB_HEADER, SLAB_MAGIC, PeerError, Want, encode
+from cluster.kv_connector.tcp_wire import ABSENT, EVENTS, LENGTH, SLAB_HEADER, SLAB_MAGIC, PeerError, Want, encode
 from cluster.kv_connector.transport import PeerAddress
 from replica.kv_messages import TierEvent, decode_from_connector
 
@@ -100,7 +100,7 @@ class TcpTransport:
 
     async def subscribe(self, peer: PeerAddress) -> AsyncIterator[TierEvent]:
         """What the peer has, then every change, in order. Ends with PeerError; begin again then."""
-        link = await connect(peer, self._identity, CONNECT_S, wants_events=True)
+        link = await connect(peer, self._identity, CONNECT_S, wants=EVENTS)
         try:
             for number in itertools.count():
                 event = await _next_event(link)

@@ -34,6 +34,8 @@ LENGTH = struct.Struct("<I")
 SLAB_HEADER = struct.Struct("<IIIQ")
 SLAB_MAGIC = 0x564B4853
 ABSENT = 0xFFFFFFFF
+#: what a connection is for
+SLABS, EVENTS = "slabs", "events"
 
 
 class Greet(msgspec.Struct, frozen=True, tag="greet"):
@@ -59,8 +61,8 @@ class Introduce(msgspec.Struct, frozen=True, tag="introduce"):
     giver: KVPeer
     space: KVSpace
     slab_bytes: int
-    #: tier events instead of slabs
-    wants_events: bool = False
+    #: what the connection is for
+    wants: str = SLABS
 
 
 class Accept(msgspec.Struct, frozen=True, tag="accept"):

