@@ -37,12 +37,13 @@ class FrameSocket:
         #: once, with the reason; not after `close`
         self.on_closed: Callable[[str], None] = lambda reason: None
         self.is_open = True
+        self._is_finishing = False
         peer.setblocking(False)
         self._loop.add_reader(peer.fileno(), self._on_readable)
 
     def send(self, frame: bytes, descriptors: Sequence[int] = ()) -> None:
         """Never blocks. Lost if the other end is gone, which `on_closed` tells. The descriptors are duplicated."""
-        if not self.is_open:
+        if not self.is_open or self._is_finishing:
             return
         assert len(frame) <= MAX_KV_MESSAGE_BYTES, f"a message of {len(frame)} bytes"
         held = [os.dup(one) for one in descriptors]
@@ -54,6 +55,12 @@ class FrameSocket:
                 self._loop.add_writer(self._socket.fileno(), self._flush)
         if self.num_waiting_bytes > MAX_WAITING_BYTES:
             self._loop.call_soon(self._lose, f"it does not read: {self.num_waiting_bytes} bytes wait for it")
+
+    def finish(self) -> None:
+        """Nothing more is sent after what waits. The other side is heard until it closes, which `on_closed` tells."""
+        self._is_finishing = True
+        if self.is_open and not self._outbox:
+            self._shut_writing()
 
     def take_descriptor(self) -> int | None:
         """The oldest that came and was not taken; the caller closes it."""
@@ -72,6 +79,10 @@ class FrameSocket:
         self._outbox.clear()
         _close_all(self._descriptors)
         self._descriptors.clear()
+
+    def _shut_writing(self) -> None:
+        with contextlib.suppress(OSError):  # it has gone: the reader finds out
+            self._socket.shutdown(socket.SHUT_WR)
 
     def _lose(self, reason: str) -> None:
         if self.is_open:
@@ -94,6 +105,8 @@ class FrameSocket:
                 self._outbox[0] = data[sent:], ()
                 return
             self._outbox.popleft()
+        if self._is_finishing:
+            self._shut_writing()
         self._loop.remove_writer(self._socket.fileno())
 
     def _on_readable(self) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
-#: crc32 of what follows, kind, length of the hash, slot, bytes of the slab, its xxh3
-_RECORD = struct.Struct("<IBBIIQ")
+#: crc32 of what follows, kind, lengths of hash and parent, slot, bytes of the slab, its xxh3, position
+_RECORD = struct.Struct("<IBBBIIQI")
 _STORED, _FORGOTTEN, _CLEARED = 1, 2, 3
-_MAGIC = b"shoal-kv-index-1\n"
+_MAGIC = b"shoal-kv-index-2\n"
 #: records that are history before it is worth to write the rest again
 _MAX_HISTORY = 4096
 logger = logging.getLogger(__name__)
@@ -34,6 +34,9 @@ class DiskEntry(msgspec.Struct, frozen=True):
     num_bytes: int
     #: xxh3 (64 bits) of the bytes
     digest: int
+    #: in its chain, and the hash before it: for whoever decides what goes first
+    position: int = 0
+    parent: bytes = b""
 
 
 class DiskJournal:
@@ -65,9 +68,12 @@ class DiskJournal:
             self._append(_record(_FORGOTTEN, entry))
 
     def clear(self) -> None:
-        """No slot holds anything."""
+        """No slot holds anything, also after a power cut. Blocking. Raises OSError: that is not sure."""
         self.entries.clear()
         self._append(_record(_CLEARED, DiskEntry(b"", 0, 0, 0)))
+        if self._is_torn:
+            self._rewrite()
+        os.fdatasync(self._file)
 
     def close(self) -> None:
         """Idempotent."""
@@ -102,19 +108,22 @@ class DiskJournal:
         if data[:at] != _MAGIC:
             return
         while at + _RECORD.size <= len(data):
-            check, kind, length, slot, num_bytes, digest = _RECORD.unpack_from(data, at)
-            end = at + _RECORD.size + length
+            check, kind, length, parent_length, slot, num_bytes, digest, position = _RECORD.unpack_from(data, at)
+            middle = at + _RECORD.size + length
+            end = middle + parent_length
             if end > len(data) or zlib.crc32(data[at + 4 : end]) != check:
                 return
             self.entries.pop(slot, None)
             if kind == _STORED:
-                self.entries[slot] = DiskEntry(data[end - length : end], slot, num_bytes, digest)
+                block_hash, parent = data[middle - length : middle], data[middle:end]
+                self.entries[slot] = DiskEntry(block_hash, slot, num_bytes, digest, position, parent)
             elif kind == _CLEARED:
                 self.entries.clear()
             at = end
 
 
 def _record(kind: int, entry: DiskEntry) -> bytes:
-    fields = (kind, len(entry.block_hash), entry.slot, entry.num_bytes, entry.digest)
-    body = _RECORD.pack(0, *fields)[4:] + entry.block_hash
+    lengths = (len(entry.block_hash), len(entry.parent))
+    fields = (kind, *lengths, entry.slot, entry.num_bytes, entry.digest, entry.position)
+    body = _RECORD.pack(0, *fields)[4:] + entry.block_hash + entry.parent
     return zlib.crc32(body).to_bytes(4, "little") + body

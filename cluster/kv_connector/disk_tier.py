@@ -44,8 +44,12 @@ class DiskItem(NamedTuple):
     """A block and the memory that it goes to or comes from."""
 
     slot: int
+    #: to read: empty for whatever block the slot holds
     block_hash: bytes
     memory: memoryview
+    #: to write: kept beside the hash (`DiskEntry`)
+    position: int = 0
+    parent: bytes = b""
 
 
 class DiskStats(msgspec.Struct):
@@ -121,9 +125,9 @@ class DiskTier:
         with self._lock:
             return list(self._journal.entries.values())
 
-    async def write(self, items: list[DiskItem]) -> list[bool]:
-        """Store each item's memory in place of what its slot held. False: it could not be written, or was forgotten
-        meanwhile; the slot is free. Neighbouring slots in a row go in one call: worth half of the CPU.
+    async def write(self, items: list[DiskItem]) -> list[int | None]:
+        """Store each item's memory in place of what its slot held: the xxh3 of each. None: it could not be written, or
+        was forgotten meanwhile; the slot is free. Neighbouring slots in a row go in one call: worth half of the CPU.
         """
         with self._lock:
             turns = [next(self._turns) for _ in items]
@@ -132,26 +136,33 @@ class DiskTier:
                 self._journal.remove(item.slot)
         return await self._on_threads(self._write, list(zip(items, turns, strict=True)))
 
-    async def read(self, items: list[DiskItem]) -> list[bool]:
-        """Exactly the bytes that were stored, at the start of each item's memory. False: a miss, and its memory holds
-        anything.
+    async def read(self, items: list[DiskItem]) -> list[int | None]:
+        """Exactly the bytes that were stored, at the start of each item's memory: the xxh3 of each. None: a miss, and
+        its memory holds anything.
         """
         return await self._on_threads(self._read, [(item, 0) for item in items])
 
-    def forget(self, slot: int, block_hash: bytes) -> None:
-        """Nothing happens if the slot holds another block by now. A write that is on its way is not entered."""
+    def forget(self, slot: int, block_hash: bytes = b"") -> None:
+        """Nothing happens if the slot holds another block by now (empty: whatever it holds). A write that is on its way
+        is not entered.
+        """
         with self._lock:
             entry = self._journal.entries.get(slot)
-            if entry is not None and entry.block_hash == block_hash:
+            if entry is not None and block_hash in (b"", entry.block_hash):
                 self._journal.remove(slot)
-            if self._writing.get(slot, (0, b""))[1] == block_hash:
+            if slot in self._writing and block_hash in (b"", self._writing[slot][1]):
                 del self._writing[slot]
 
-    def clear(self) -> None:
-        """Forget everything, also what is being written."""
-        with self._lock:
-            self._writing.clear()
-            self._journal.clear()
+    async def clear(self) -> bool:
+        """Forget everything, also what is being written. False: the disk does not take that, and a restart may find
+        some of it again.
+        """
+        try:
+            await asyncio.to_thread(self._clear)
+        except OSError as error:
+            logger.warning("%s cannot be cleared: %s", self.path, error.strerror)
+            return False
+        return True
 
     async def close(self) -> None:
         """Idempotent. What is being read and written is waited for; the files stay."""
@@ -163,7 +174,7 @@ class DiskTier:
             self._files.clear()
             self._folder.close()
 
-    async def _on_threads(self, work: Callable[[_Run], list[bool]], items: _Run) -> list[bool]:
+    async def _on_threads(self, work: Callable[[_Run], list[int | None]], items: _Run) -> list[int | None]:
         """To the end even if nobody waits any more: the memory belongs to the threads until then."""
         loop = asyncio.get_running_loop()
         running = [loop.run_in_executor(self._pool, work, run) for run in self._runs(items)]
@@ -192,6 +203,11 @@ class DiskTier:
             yield run
 
     # ---- on a thread ----
+
+    def _clear(self) -> None:
+        with self._lock:
+            self._writing.clear()
+            self._journal.clear()
 
     def _allocate(self, num_slots: int) -> int:
         """As many slots as there is room for. Raises ConfigError when that is none."""
@@ -245,7 +261,7 @@ class DiskTier:
             return None, f"{path.name}: {error.strerror or error}"
         return file, ""
 
-    def _write(self, run: _Run) -> list[bool]:
+    def _write(self, run: _Run) -> list[int | None]:
         """Slots in a row. Between them nothing may be left out, so each but the last is written in full."""
         file, offset = self._place(run[0][0].slot)
         digests = [xxhash.xxh3_64_intdigest(item.memory) for item, _ in run]
@@ -262,31 +278,32 @@ class DiskTier:
             with self._lock:
                 self.stats.num_failed_writes += len(run)
             logger.warning("%d KV blocks not written to %s: %s", len(run), self.path.name, error.strerror)
-            return [False] * len(run)
+            return [None] * len(run)
         with self._lock:
             self.stats.written_bytes += sum(len(item.memory) for item, _ in run)
             return [self._enter(item, turn, digest) for (item, turn), digest in zip(run, digests, strict=True)]
 
-    def _enter(self, item: DiskItem, turn: int, digest: int) -> bool:
+    def _enter(self, item: DiskItem, turn: int, digest: int) -> int | None:
         """Its bytes are on disk: from now on it can be found, if it is still wanted."""
         if self._writing.get(item.slot) != (turn, item.block_hash):
-            return False
+            return None
         del self._writing[item.slot]
-        self._journal.put(DiskEntry(item.block_hash, item.slot, len(item.memory), digest))
-        return True
+        size = len(item.memory)
+        self._journal.put(DiskEntry(item.block_hash, item.slot, size, digest, item.position, item.parent))
+        return digest
 
-    def _read(self, run: _Run) -> list[bool]:
+    def _read(self, run: _Run) -> list[int | None]:
         """Slots in a row; those that are not what they should be are left out before."""
         with self._lock:
             entries = [self._journal.entries.get(item.slot) for item, _ in run]
         wanted = [
-            entry is not None and entry.block_hash == item.block_hash and len(item.memory) >= entry.num_bytes
+            entry is not None and item.block_hash in (b"", entry.block_hash) and len(item.memory) >= entry.num_bytes
             for (item, _), entry in zip(run, entries, strict=True)
         ]
         if len(run) > 1 and not all(wanted):
             return [one for item in run for one in self._read([item])]
         if not all(wanted):
-            return [False]
+            return [None]
         found = [entry for entry in entries if entry is not None]
         file, offset = self._place(run[0][0].slot)
         views = [item.memory[: entry.num_bytes] for (item, _), entry in zip(run, found, strict=True)]
@@ -299,22 +316,26 @@ class DiskTier:
             got, problem = 0, error.strerror or str(error)
             if len(run) > 1:  # which of them?
                 return [one for item in run for one in self._read([item])]
-        arrived = []
+        arrived: list[int | None] = []
         for number, (entry, view, part) in enumerate(zip(found, views, parts, strict=True)):
             if got < number * self._slot_bytes + entry.num_bytes:
-                arrived.append(self._give_up(entry, problem))
+                arrived.append(None)
+                self._give_up(entry, problem)
             elif xxhash.xxh3_64_intdigest(part[: entry.num_bytes]) != entry.digest:
-                arrived.append(self._give_up(entry, "its checksum is wrong"))
+                arrived.append(None)
+                self._give_up(entry, "its checksum is wrong")
             else:
                 if part.obj is not view.obj:  # a room of its own
                     view[:] = part[: entry.num_bytes]
-                arrived.append(True)
+                arrived.append(entry.digest)
         with self._lock:
-            self.stats.read_bytes += sum(entry.num_bytes for entry, ok in zip(found, arrived, strict=True) if ok)
+            self.stats.read_bytes += sum(
+                entry.num_bytes for entry, ok in zip(found, arrived, strict=True) if ok is not None
+            )
         return arrived
 
-    def _give_up(self, entry: DiskEntry, problem: str) -> bool:
-        """False. What was stored in the slot meanwhile stays."""
+    def _give_up(self, entry: DiskEntry, problem: str) -> None:
+        """What was stored in the slot meanwhile stays."""
         with self._lock:
             self.stats.num_lost += 1
             is_ours = self._journal.entries.get(entry.slot) is entry
@@ -322,7 +343,6 @@ class DiskTier:
                 self._journal.remove(entry.slot)
         if is_ours:
             logger.warning("KV block in slot %d of %s is not used: %s", entry.slot, self.path.name, problem)
-        return False
 
     def _place(self, slot: int) -> tuple[int, int]:
         """File and offset."""

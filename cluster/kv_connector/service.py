@@ -55,6 +55,10 @@ class Member:
         """Never blocks; lost if the process is gone, which `on_gone` tells."""
         self._link.send(encode_kv(message))
 
+    def finish(self) -> None:
+        """It is told nothing more; `on_gone` follows when it has closed, and so does not touch the arena any more."""
+        self._link.finish()
+
     def disconnect(self) -> None:
         """It is told nothing more, and `on_gone` is not called."""
         self._link.close()

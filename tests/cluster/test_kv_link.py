@@ -291,6 +291,21 @@ async def test_who_does_not_fit_hears_why(monkeypatch: pytest.MonkeyPatch) -> No
         assert not service.members
 
 
+async def test_a_member_may_be_told_to_go() -> None:
+    """What was sent before still arrives, and it is gone when it says so."""
+    handler = Handler()
+    async with door(handler) as (service, _), link(service) as (one, replica):
+        await until(lambda: one.is_connected)
+        (member,) = service.members
+        for lease in range(300):
+            member.send(Acquired(lease, list(range(5000))))
+        member.finish()
+        member.send(Cleared(1))
+        await until(lambda: bool(replica.lost))
+        assert len(replica.heard) == 300
+        await until(lambda: handler.gone == ["engine"])
+
+
 @pytest.mark.parametrize(
     "said",
     [
