@@ -216,9 +216,10 @@ class DiskTier:
             first = len(self._files) * self._slots_per_file
             asked = count = min(self._slots_per_file, wanted - first)
             path = self.path / f"slabs-{len(self._files):03}"
+            there = path.stat().st_size // self._slot_bytes if path.exists() else 0
             file, problem = self._open_file(path, count * self._slot_bytes)
-            while file is None and count > 1:  # the end of a full disk, and room left for the index
-                count //= 2
+            while file is None and count > max(1, there):  # the end of a full disk, and room left for the index
+                count = max(count // 2, there)
                 file, _ = self._open_file(path, count * self._slot_bytes)
             if file is not None:
                 self._files.append(file)
@@ -251,13 +252,16 @@ class DiskTier:
                 file = os.open(path, flags, 0o600)
         except OSError as error:
             return None, f"{path.name}: {error.strerror or error}"
+        size_before = os.fstat(file).st_size
         try:
             os.posix_fallocate(file, 0, size)
-            if os.fstat(file).st_size > size:
+            if size_before > size:
                 os.ftruncate(file, size)
         except OSError as error:
+            os.ftruncate(file, size_before)  # of a restart on a full disk: what is there stays
             os.close(file)
-            path.unlink(missing_ok=True)
+            if not size_before:
+                path.unlink()
             return None, f"{path.name}: {error.strerror or error}"
         return file, ""
 
