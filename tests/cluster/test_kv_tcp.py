@@ -417,5 +417,5 @@ async def test_a_subscriber_that_does_not_read_is_cut_off(monkeypatch: pytest.Mo
 
 
 def test_the_head_of_a_slab() -> None:
-    assert SLAB_HEADER.size == 20
+    assert SLAB_HEADER.size == 64
     assert SLAB_HEADER.pack(SLAB_MAGIC, 1, ABSENT, 0)[:4] == b"SHKV"
