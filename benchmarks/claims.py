@@ -99,6 +99,7 @@ def main() -> int:
     import benchmarks.claims_engine
     import benchmarks.claims_findings
     import benchmarks.claims_k8s
+    import benchmarks.claims_kv
     import benchmarks.claims_line
     import benchmarks.claims_load
     import benchmarks.claims_models

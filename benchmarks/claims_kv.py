@@ -1,0 +1,49 @@
+"""Claims of the KVConnector's bytes: copies, sockets and files beside the limit of the machine, in turns."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks import kv_speed
+from benchmarks.claims import Measured, Skip, claim
+from benchmarks.kv_speed import Pair
+from replica.arena_map import HAS_ARENAS
+
+#: of the limit, at least
+SHARE = 0.8
+
+
+def _figures(name: str, pair: Pair, limit: str) -> Iterator[tuple[str, Measured]]:
+    note = f"{pair.ours / 1e9:.2f} GB/s, {limit} {pair.limit / 1e9:.2f}"
+    yield name, Measured(pair.share, "of the limit", SHARE, at_most=False, note=note)
+    yield f"{name}_cpu".lstrip("_"), Measured(pair.cpu_s, "CPU s a GiB", note=f"{limit} {pair.limit_cpu_s:.3f}")
+
+
+def _check() -> None:
+    if not HAS_ARENAS:
+        raise Skip("arenas of KV blocks need Linux")
+
+
+@claim("kv.arena")
+def arena(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Slabs from a pool to the arena and back, in scattered order, over np.copyto of 1 GiB."""
+    _check()
+    yield from _figures("", kv_speed.arena(15 if full else 5), "one large copy")
+
+
+@claim("kv.tcp")
+def tcp(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Slabs of another process over loopback, over as many bare sockets; CPU of both processes."""
+    _check()
+    yield from _figures("", asyncio.run(kv_speed.tcp(15 if full else 5)), "bare sockets")
+
+
+@claim("kv.disk")
+def disk(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Slabs to disk and back, over a sequential job on the same file system (the folder this is started in)."""
+    _check()
+    found = asyncio.run(kv_speed.disk(Path.cwd(), 9 if full else 3))
+    yield from _figures("write", found.written, found.by)
+    yield from _figures("read", found.read, found.by)
