@@ -1,7 +1,7 @@
 """PURE. The contract between a replica and the KVConnector of its node, and between connectors: `docs/kv_connector.md`.
 
-Between a replica and its connector: a Unix socket, each frame a 4-byte little-endian length and a MessagePack map. Block
-ids, slots and hashes travel; KV bytes never do, since both map the same arena.
+Between a replica and its connector: a Unix socket, each frame a 4-byte little-endian length and a MessagePack map.
+Block ids, slots and hashes travel; KV bytes never do, since both map the same arena.
 
     replica                                        connector
       Hello ───────────────────────────────────────> Welcome + descriptor of the arena | Unwelcome
@@ -62,6 +62,18 @@ class KVPeer(WireRecord, frozen=True):
     """Who somebody is: a name that may come again, and an incarnation that never does."""
 
     peer_id: str
+    incarnation: str
+
+
+class ArenaPlace(WireRecord, frozen=True):
+    """Where whoever carries out copies gets the arena: connect, say Hello as another member of `holder`. Travels in a
+    plan, so that every rank maps another arena between the same two copies.
+    """
+
+    socket_path: str
+    holder: KVPeer
+    space: KVSpace
+    #: of the connector: another one in its place has another arena
     incarnation: str
 
 
@@ -157,7 +169,7 @@ class Seal(msgspec.Struct, frozen=True, tag="seal"):
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):
-    """Forget every block of the space, on all tiers of the node; what is leased can be read to its end but not found."""
+    """Forget every block of the space, on all tiers of the node; what is leased can be read to its end, not found."""
 
     clear_id: int
 

@@ -10,7 +10,9 @@ One step, in order (vLLM's v1 model with deliberate changes, marked *):
    Admission reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only
    while something runs.
 5. Tokens that are left over go to guesses of what running sequences say next (`replica/speculation.py`)*.
-6. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
+6. Nobody is put back for a block that a copy from or to the KVConnector gives back in a moment: who wants one stays out
+   of the step. Who is being loaded is in no step either (`replica/kv_transfer.py`)*.
+7. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
 
 `schedule` and `update` alternate; between them the runner works, and `add`, `abort` and `configure` may be called at
 any time.
@@ -21,9 +23,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import chain
 
+import numpy as np
+
 from replica.accounts import MAX_ACCOUNTS, EndedSequences, Queue, account, oldest
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
+from replica.kv_transfer import KVTransfer, is_loading
 from replica.messages import (
     STEP_SEQUENCE_BOUNDS,
     STEP_TOKEN_BOUNDS,
@@ -53,11 +58,18 @@ class Scheduler:
     device.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        eos_token_ids: tuple[int, ...],
+        transfer: KVTransfer | None = None,
+    ) -> None:
         self._blocks = blocks
+        self._transfer = transfer
         self.queued = WaitingQueue()
         self.returning = WaitingQueue()
-        #: waiting sequences that may not run yet, because their grammar is being compiled
+        #: waiting sequences that may not run yet: their grammar is being compiled, or the KVConnector was asked
         self.blocked = WaitingQueue()
         window = None if blocks.window is None else blocks.window.size
         self.running = RunningSet(blocks.block_size, blocks.is_caching, window)
@@ -71,10 +83,15 @@ class Scheduler:
         self._dropped: list[int] = []
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
+        #: loaded, and the runner has not been told of them; and those it was told of with the step in its hands
+        self._loaded_now: list[Sequence] = []
+        self._introduced: list[Sequence] = []
         self._in_step: InStep | None = None
         #: when `schedule` was called last
         self._planned_at: float | None = None
         self.pace = StepPace(config.tpot_target_ms / 1000)
+        if transfer is not None:
+            transfer.token_s = self._token_s
         self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
 
     @property
@@ -129,6 +146,13 @@ class Scheduler:
         self.blocked.remove(sequence)
         self._join_queue(sequence)
 
+    def answered(self, sequences: list[Sequence]) -> None:
+        """The KVConnector's word has come, or will not: they wait for their turn again, where they were."""
+        for sequence in sequences:
+            if self.blocked.holds(sequence):
+                self.blocked.remove(sequence)
+                self._queue_of(sequence).push(sequence)
+
     def configure(self, config: SchedulerConfig) -> None:
         """Another configuration from the next `schedule` on, whatever the runner is doing. `config` is resolved.
 
@@ -173,17 +197,22 @@ class Scheduler:
         self._most_running = max(rules.config.max_num_seqs, min(self._most_running, len(self.running)))
         budget = StepBudget(rules.max_batched, rules.lanes())
         self._displace(now)
-        num_preemptions = self.counters.preemptions
-        decodes = self._schedule_running(budget, now)
-        if self.counters.preemptions == num_preemptions:
+        num_preemptions, transfer = self.counters.preemptions, self._transfer
+        decodes, has_stalled = self._schedule_running(budget, now)
+        if self.counters.preemptions == num_preemptions and not has_stalled:
             rules.admission.admit(budget, now)
             rules.speculation.draft(decodes, budget, rules.admission.keep_free)
         elif (head := rules.admission.first()) is not None:
             note_no_room(head, WaitCause.BLOCKS, now)
         members = InStep(decodes, budget.chunks)
-        if not members and not self._dropped:
+        copies = None
+        if transfer is not None:
+            transfer.plan_stores(now)
+            copies = transfer.take_copies()
+        is_copying = transfer is not None and transfer.is_copying
+        if not members and not self._dropped and copies is None and not is_copying:
             return None
-        plan = budget.plan(self.counters.steps, self._dropped)
+        plan = budget.plan(self.counters.steps, self._dropped, copies, is_copying and not members)
         self._dropped, self._told_dropped = [], self._dropped
         self._in_step = members
         self.running.in_step[members.rows] = True
@@ -200,14 +229,23 @@ class Scheduler:
         members, self._in_step = self._in_step, None
         assert members is not None, "schedule() a step first"
         num_decodes = len(members.decodes)
-        self.pace.learn(num_decodes, plan.num_tokens - num_decodes, result.duration_s)
-        return self._intake.take(members, plan, result, now)
+        if not plan.waits_for_copies:
+            self.pace.learn(num_decodes, plan.num_tokens - num_decodes, result.duration_s)
+        progress = self._intake.take(members, plan, result, now)
+        if self._transfer is not None:
+            for sequence in self._transfer.progress(result):
+                self._loaded(sequence)
+        return progress
 
     def fail_step(self, now: float) -> list[Progress]:
         """The runner raised: end every sequence of the step with ERROR. Their KV is not trusted, so nothing of it is
         registered.
         """
         members, self._in_step = self._in_step, None
+        if self._transfer is not None:
+            self._transfer.step_failed()
+        self._loaded_now += [s for s in self._introduced if s.status is Status.RUNNING and not s.in_step]
+        self._introduced = []
         # perhaps the runner failed before it had read them; to forget somebody twice does no harm
         self._dropped, self._told_dropped = self._told_dropped + self._dropped, []
         progress = []
@@ -257,18 +295,30 @@ class Scheduler:
         for waiting in (self.returning, self.queued, self.blocked):
             waiting.validate()
         self.running.validate()
-        assert all(s.known_to_runner for s in self.running), "the runner does not know somebody who runs"
+        assert all(
+            s.known_to_runner or is_loading(s) or s in self._loaded_now for s in self.running
+        ), "the runner does not know somebody who runs"
         members = [] if self._in_step is None else self._in_step.rows.tolist()
         assert {s.row for s in self.running if s.in_step} == set(members), "who is in the step is not clear"
         self._blocks.validate(everyone)
+        if self._transfer is not None:
+            self._transfer.validate()
 
-    def _schedule_running(self, budget: StepBudget, now: float) -> Decodes:
+    def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Decodes, bool]:
+        """Plans who runs. Returns the decodes among them, and whether somebody waits for copies to free a block."""
         everyone, prefills = self.running.split()
+        if self._transfer is not None and self._transfer.num_loading:
+            prefills = self._without_loading(prefills, budget)
         decodes = everyone.first(budget.tokens_left)
         num_preemptions = self.counters.preemptions
-        budget.tell_blocks(self._grow(decodes, prefills, budget.tokens_left, now))
+        new_blocks, stalled = self._grow(decodes, prefills, budget.tokens_left, now)
+        budget.tell_blocks(new_blocks)
         if self.counters.preemptions != num_preemptions:
             decodes = self.running.still(decodes)
+        if self._loaded_now:
+            self._introduce(budget)
+        if stalled:
+            decodes = decodes.only(~np.isin(decodes.rows, stalled))
         if decodes:
             budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist())
             budget.limit(self.pace.limit(len(decodes), budget.tokens_left))
@@ -281,7 +331,15 @@ class Scheduler:
                     # it began while prompts were cut: as one that begins now, the first of a step gets all it wants
                     budget.allow_whole(sequence.num_uncomputed_tokens)
                 budget.spend_prompt(sequence, self._blocks.room(sequence))
-        return decodes
+        return decodes, bool(stalled)
+
+    def _without_loading(self, prefills: list[Sequence], budget: StepBudget) -> list[Sequence]:
+        """Those whose blocks are there. The others have their lane, for what will be left of their prompt."""
+        assert self._transfer is not None
+        for sequence in prefills:
+            if is_loading(sequence):
+                budget.lanes.enter(self._transfer.num_left(sequence), 0)
+        return [sequence for sequence in prefills if not is_loading(sequence)]
 
     def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
         """Some prompt that is not long wants tokens; waiting ones are judged by their length."""
@@ -295,6 +353,8 @@ class Scheduler:
         rules = self._rules
         if not rules.policy.has_classes or not self.running or (urgent := rules.admission.first()) is None:
             return
+        if self._transfer is not None and self._transfer.frees_soon():
+            return  # of the last ones who made way; nobody else goes before that is seen
         max_num_seqs, keep_free = rules.config.max_num_seqs, rules.admission.keep_free
         victims = rules.victims.for_urgent(urgent, self.running, max_num_seqs, keep_free)
         if victims and self._has_lane(urgent, victims):
@@ -312,11 +372,15 @@ class Scheduler:
         num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
         return lanes.is_open or lanes.has_place(num_uncached, self._rules.max_batched)
 
-    def _grow(self, decodes: Decodes, prefills: list[Sequence], num_tokens: int, now: float) -> dict[int, list[int]]:
+    def _grow(
+        self, decodes: Decodes, prefills: list[Sequence], num_tokens: int, now: float
+    ) -> tuple[dict[int, list[int]], list[int]]:
         """Blocks for one token more, for those who need one: one decode in `block_size`, and with a window a prompt
-        whose blocks others share. Returns what each got. `num_tokens`: in the step, at most.
+        whose blocks others share. Returns what each got, and rows of those that wait for a copy to give one back.
+        `num_tokens`: in the step, at most.
         """
         new_blocks: dict[int, list[int]] = {}
+        stalled: list[int] = []
         needy = self.running.without_room(decodes)
         if self._blocks.window is not None and prefills:
             short = self._slide(prefills, new_blocks)
@@ -326,6 +390,13 @@ class Scheduler:
                 continue  # preempted for one of the earlier ones
             sequence = self.running.owner(row)
             while (grown := self._blocks.grow(sequence, sequence.num_computed_tokens + 1)) is None:
+                if (transfer := self._transfer) is not None:
+                    if transfer.make_room():
+                        continue
+                    if transfer.frees_soon():
+                        transfer.counters.stalls += 1
+                        stalled.append(row)
+                        break
                 victim = self._rules.victims.for_blocks(sequence, self.running)
                 new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
                 self.preempt(victim, PreemptionCause.BLOCKS, now, sequence)
@@ -334,7 +405,28 @@ class Scheduler:
             else:
                 self.running.cover(sequence)
                 new_blocks[sequence.seq_id] = grown
-        return new_blocks
+        return new_blocks, stalled
+
+    def _introduce(self, budget: StepBudget) -> None:
+        """Loaded sequences may go on like running ones, whom the runner knows."""
+        self._introduced = [s for s in self._loaded_now if s.status is Status.RUNNING and not is_loading(s)]
+        self._loaded_now = []
+        for sequence in self._introduced:
+            budget.introduce(sequence)
+
+    def _loaded(self, sequence: Sequence) -> None:
+        """Its blocks are filled, or will be computed: it takes part in the next step."""
+        self._loaded_now.append(sequence)
+        self.running.settle(sequence)
+        if sequence.num_preemptions == 0:
+            found = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self.counters.cached_prompt_tokens += max(0, found - sequence.num_cached_tokens)
+            sequence.num_cached_tokens = max(found, sequence.num_cached_tokens)
+
+    def _token_s(self) -> float:
+        """Seconds of a prompt token when the whole step is for one prompt; 0: not measured."""
+        base_s, _, token_s = self.pace.line
+        return token_s + base_s / self._rules.max_chunk_tokens if token_s else 0.0
 
     def _slide(self, prefills: list[Sequence], new_blocks: dict[int, list[int]]) -> list[int]:
         """Prompts give back blocks that their window has passed, and take others in front (into `new_blocks`). Returns
@@ -355,7 +447,9 @@ class Scheduler:
         self.running.remove(victim)
         victim.record.put_back(cause, victim.num_computed_tokens, by.request_id, now)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
-        self._rules.take_back(victim)
+        if self._transfer is not None:
+            self._transfer.ended(victim)
+        self._rules.take_back(victim, now)
         self._forget_at_runner(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
@@ -365,7 +459,8 @@ class Scheduler:
         self._wait_clock.begin(victim, self.num_waiting)
 
     def _make_rules(self, config: SchedulerConfig) -> StepRules:
-        rules = StepRules(config, self._blocks, self.returning, self.queued, self.running, self.counters, self.ledger)
+        queues = (self.returning, self.queued, self.running)
+        rules = StepRules(config, self._blocks, *queues, self.counters, self.ledger, self.blocked, self._transfer)
         self._blocks.limit_chunk(rules.max_chunk)
         return rules
 
@@ -383,6 +478,8 @@ class Scheduler:
         else:
             self._queue_of(sequence).remove(sequence)
         self.ledger.settle((sequence,))
+        if self._transfer is not None:
+            self._transfer.ended(sequence)
         self._blocks.free(sequence)
         self._forget_at_runner(sequence)
         was_put_back = sequence.status is Status.RETURNING and sequence.first_scheduled_at is not None
