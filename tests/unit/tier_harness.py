@@ -1,4 +1,4 @@
-"""A KVConnector in process, as the contract in `replica/kv_messages.py` has it, and the harness of the engine beside it.
+"""A KVConnector in process, as the contract in `replica/kv_messages.py` has it, and the engine's harness beside it.
 
 It is unfriendly: a slot that is given out or taken back is filled with rubbish, so that what is read too late or
 written too early shows in the tokens.
@@ -57,6 +57,8 @@ class FakeConnector:
         self.sealed: dict[bytes, int] = {}
         self.leases: dict[tuple[str, int], list[int]] = {}
         self.reserved: dict[tuple[str, int], dict[int, tuple[bytes, int]]] = {}
+        #: slots of a holder that was given up, and may still write them
+        self.quarantine: dict[str, list[int]] = {}
         #: leased slots whose hash was forgotten
         self.orphans: set[int] = set()
         self.num_released = 0
@@ -114,7 +116,16 @@ class FakeConnector:
         for key in [key for key in self.reserved if key[0] == holder]:
             for _, slot in self.reserved.pop(key).values():
                 self._give_back(slot)
+        for slot in self.quarantine.pop(holder, []):
+            self._give_back(slot)
         self._numbers.pop(holder, None)
+
+    def give_up(self, holder: str) -> None:
+        """It was not heard for a lease: it stands still, and may go on any time."""
+        for key in [key for key in self.leases if key[0] == holder]:
+            self.end_lease(*key)
+        for key in [key for key in self.reserved if key[0] == holder]:
+            self.quarantine.setdefault(holder, []).extend(slot for _, slot in self.reserved.pop(key).values())
 
     def void(self, holder: str, lease_id: int) -> FromConnector:
         """As for a slab that was found corrupt."""
@@ -168,9 +179,7 @@ class FakeConnector:
                 given[position] = (block_hash, self.free.pop())
         if given:
             self.reserved[holder, message.reservation_id] = given
-        return Reserved(
-            message.reservation_id, [given[i][1] if i in given else -1 for i in range(len(message.hashes))]
-        )
+        return Reserved(message.reservation_id, [given[i][1] if i in given else -1 for i in range(len(message.hashes))])
 
     def _seal(self, holder: str, message: Seal) -> None:
         for position, (block_hash, slot) in self.reserved.pop((holder, message.reservation_id), {}).items():
