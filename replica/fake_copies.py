@@ -82,13 +82,13 @@ class FakeCopies:
         if self._open_arena is not None:
             try:
                 self._arena = self._open_arena(place, f"rank {self._rank}")
-            except (OSError, RuntimeError):
+            except Exception:
                 return  # every copy fails, and what was to be loaded is computed
 
     def _copy(self, is_load: bool, source: int, target: int) -> bool:
         if self._arena is None:
             return False
-        slots = self._arena.slots
+        slots = self._arena.array
         if is_load:
             self._pool[target] = slots[source, self._part]
         else:

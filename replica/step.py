@@ -123,10 +123,10 @@ class Arena(Protocol):
     """Memory of a KVConnector, mapped."""
 
     #: [num_slots, bytes of a slot]
-    slots: npt.NDArray[np.uint8]
+    array: npt.NDArray[np.uint8]
 
     def close(self) -> None:
-        """Unmap; `slots` is gone. Idempotent."""
+        """Unmap; `array` is gone. Idempotent."""
         ...
 
 

@@ -11,12 +11,13 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import precondition, rule
 
+from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner
 from replica.kv_messages import ArenaPlace, FromConnector, ToConnector
 from replica.kv_transfer import TransferLimits
 from replica.step import Arena, StepPlan
-from tests.property.engine_client import BLOCK, VOCAB
+from tests.property.engine_client import BLOCK, ROUTERS, VOCAB
 from tests.property.test_scheduler import EngineMachine
 from tests.unit.tier_harness import LEASE_S, FakeConnector
 
@@ -42,12 +43,18 @@ class TierMachine(EngineMachine):
         )
 
     def make_core(self) -> EngineCore:
+        mode = ("recompute", "offload", "auto")[self.runner.info.num_blocks % 3]
+        self.config = self.with_mode(mode)
         self.has_tier = self.config.cache.enable_prefix_caching
         return EngineCore(
             self.config,
             self.runner.info,
             transfer_limits=TransferLimits(1, 0.15, 0.25) if self.has_tier else None,
         )
+
+    def with_mode(self, mode: str) -> EngineConfig:
+        scheduler = self.config.scheduler.model_copy(update={"preemption_mode": mode})
+        return self.config.model_copy(update={"scheduler": scheduler})
 
     def open_arena(self, place: ArenaPlace, member: str) -> Arena:
         (connector,) = [c for c in self.connectors if c.name == place.incarnation]
@@ -61,10 +68,36 @@ class TierMachine(EngineMachine):
     @rule(num_slots=st.integers(1, 40), tells=st.booleans(), is_new=st.booleans())
     def connect(self, num_slots: int = 20, tells: bool = True, is_new: bool = True) -> None:
         assert self.core.kv is not None
-        if is_new or not self.connectors:
+        if is_new or not self.connectors or self.connector.quarantine:
             self.connectors.append(FakeConnector(num_slots, 8 * BLOCK, tells, f"c{len(self.connectors)}"))
         self.is_up = True
         self.core.kv.connected(self.connector.place(HOLDER), LEASE_S, self.now)
+
+    @precondition(lambda self: hasattr(self, "core") and self.core.kv is not None)
+    @rule(count=st.sampled_from([3, 10, 30]), most=st.sampled_from([None, 1, 3]))
+    def runs(self, count: int, most: int | None) -> None:
+        """Without it hardly anything comes as far as a load."""
+        if not self.is_up:
+            self.connect()
+        self.runner.copies.most = most
+        for _ in range(count):
+            self.messages_arrive(9)
+            self.events_arrive()
+            if self.plan is None:
+                self.schedule()
+            if self.plan is not None:
+                self.finish_step()
+            self.core.validate()
+
+    @precondition(lambda self: hasattr(self, "core"))
+    @rule(length=st.integers(12, 30), max_tokens=st.integers(1, 12), count=st.integers(1, 3), runs=st.integers(0, 20))
+    def submits_what_was_there_before(self, length: int, max_tokens: int, count: int, runs: int) -> None:
+        """As if others had taken all that nobody holds in the pool; the tier keeps it."""
+        self.core.blocks.clear_cache()
+        for _ in range(count):
+            self.submit(ROUTERS[0], 1, length, 1, max_tokens, 0, "", False)
+        if self.core.kv is not None:
+            self.runs(runs, 1)
 
     @precondition(lambda self: getattr(self, "is_up", False))
     @rule()
@@ -77,7 +110,6 @@ class TierMachine(EngineMachine):
         self.core.kv.gone()
         if self.runner.copies.is_busy:
             self.connector.give_up(HOLDER)  # somebody may still write
-            self.connectors.append(FakeConnector(20, 8 * BLOCK, True, f"c{len(self.connectors)}"))
         else:
             self.connector.leave(HOLDER)
 
@@ -156,6 +188,8 @@ class TierMachine(EngineMachine):
         if not hasattr(self, "core"):
             return
         self.runner.copies.most = None
+        while self.compiling:
+            self.compiled(True)
         for _ in range(200):
             if self.is_up:
                 self.messages_arrive(9)
@@ -168,6 +202,8 @@ class TierMachine(EngineMachine):
                 self.now += 0.05
                 self.core.end_overdue(self.now)
                 self.deliver(self.core.take_ended())
+        self.now += 1.0
+        self.core.end_overdue(self.now)
         super().teardown()
         if self.is_up:
             for _ in range(5):

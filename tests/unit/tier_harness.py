@@ -39,7 +39,7 @@ LEASE_S = 10.0
 
 class FakeArena:
     def __init__(self, slots: np.ndarray) -> None:  # type: ignore[type-arg]
-        self.slots = slots
+        self.array = slots
 
     def close(self) -> None:
         """Nothing is mapped."""
