@@ -5,6 +5,7 @@ early is not there, and what is reused too early is overwritten.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,8 @@ class FakeCopies:
         self._num_taken = 0
         self.copied = 0
         self.failed_below = 0
+        #: hears `copied` and `failed_below`
+        self.on_progress: Callable[[int, int], None] = lambda copied, failed_below: None
         #: at most so many copies a step; None: what `seconds` allows
         self.most: int | None = None
 
@@ -61,6 +64,8 @@ class FakeCopies:
             self.copied = self._num_taken - sum(not isinstance(o, ArenaPlace) for o in self._queue)
             if not self._copy(*order):
                 self.failed_below = self.copied
+        if count:
+            self.on_progress(self.copied, self.failed_below)
         return count
 
     def begin_anew(self) -> None:

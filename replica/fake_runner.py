@@ -9,6 +9,7 @@ which reaches far beyond the one state that a token needs, everything in it is l
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -231,6 +232,10 @@ class FakeModelRunner:
         self.copies.begin_anew()
         self._pool[:] = 0
         self._last = None
+
+    def tell_copies(self, tell: Callable[[int, int], None]) -> None:
+        """As one of several ranks: who hears how far its copies are."""
+        self.copies.on_progress = tell
 
     def _judge(self, known: _Known, drafts: list[int]) -> list[int]:
         """The tokens that follow, one for each draft that came true. All drafts leave their KV, as on a device."""

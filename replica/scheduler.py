@@ -295,9 +295,9 @@ class Scheduler:
         for waiting in (self.returning, self.queued, self.blocked):
             waiting.validate()
         self.running.validate()
-        assert all(
-            s.known_to_runner or is_loading(s) or s in self._loaded_now for s in self.running
-        ), "the runner does not know somebody who runs"
+        assert all(s.known_to_runner or is_loading(s) or s in self._loaded_now for s in self.running), (
+            "the runner does not know somebody who runs"
+        )
         members = [] if self._in_step is None else self._in_step.rows.tolist()
         assert {s.row for s in self.running if s.in_step} == set(members), "who is in the step is not clear"
         self._blocks.validate(everyone)
