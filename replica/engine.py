@@ -116,9 +116,9 @@ class Engine:
     def _tier_limits(self, info: RunnerInfo) -> TransferLimits | None:
         """None: without a KVConnector, for which there may be a reason."""
         if self._kv_link is None:
-            if self._config.scheduler.preemption_mode != "recompute":
-                logger.warning("preemption_mode is %s, but there is no KV connector: what is put back is computed again",
-                               self._config.scheduler.preemption_mode)  # fmt: skip
+            mode = self._config.scheduler.preemption_mode
+            if mode != "recompute":
+                logger.warning("preemption_mode is %s without a KV connector: what is put back is computed again", mode)
             return None
         if (why := no_tier_because(info, self._config.cache)) is not None:
             logger.warning("the KV connector is not used, because %s", why)

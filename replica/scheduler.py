@@ -29,6 +29,7 @@ from replica.accounts import MAX_ACCOUNTS, EndedSequences, Queue, account, oldes
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
 from replica.kv_transfer import KVTransfer, is_loading
+from replica.loaded_sequences import LoadedSequences
 from replica.messages import (
     STEP_SEQUENCE_BOUNDS,
     STEP_TOKEN_BOUNDS,
@@ -46,6 +47,7 @@ from replica.speculation import Drafter
 from replica.step import StepPlan, StepResult
 from replica.step_admission import note_no_room
 from replica.step_budget import StepBudget
+from replica.step_growth import StepGrowth
 from replica.step_intake import InStep, StepIntake
 from replica.step_pace import StepPace
 from replica.step_rules import StepRules
@@ -83,9 +85,8 @@ class Scheduler:
         self._dropped: list[int] = []
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
-        #: loaded, and the runner has not been told of them; and those it was told of with the step in its hands
-        self._loaded_now: list[Sequence] = []
-        self._introduced: list[Sequence] = []
+        self._loaded = LoadedSequences(transfer, self.running, self.counters)
+        self._growth = StepGrowth(blocks, self.running, transfer, self.preempt)
         self._in_step: InStep | None = None
         #: when `schedule` was called last
         self._planned_at: float | None = None
@@ -233,8 +234,7 @@ class Scheduler:
             self.pace.learn(num_decodes, plan.num_tokens - num_decodes, result.duration_s)
         progress = self._intake.take(members, plan, result, now)
         if self._transfer is not None:
-            for sequence in self._transfer.progress(result):
-                self._loaded(sequence)
+            self._loaded.add(self._transfer.progress(result))
         return progress
 
     def fail_step(self, now: float) -> list[Progress]:
@@ -244,8 +244,7 @@ class Scheduler:
         members, self._in_step = self._in_step, None
         if self._transfer is not None:
             self._transfer.step_failed()
-        self._loaded_now += [s for s in self._introduced if s.status is Status.RUNNING and not s.in_step]
-        self._introduced = []
+        self._loaded.step_failed()
         # perhaps the runner failed before it had read them; to forget somebody twice does no harm
         self._dropped, self._told_dropped = self._told_dropped + self._dropped, []
         progress = []
@@ -295,7 +294,7 @@ class Scheduler:
         for waiting in (self.returning, self.queued, self.blocked):
             waiting.validate()
         self.running.validate()
-        assert all(s.known_to_runner or is_loading(s) or s in self._loaded_now for s in self.running), (
+        assert all(s.known_to_runner or is_loading(s) or s in self._loaded for s in self.running), (
             "the runner does not know somebody who runs"
         )
         members = [] if self._in_step is None else self._in_step.rows.tolist()
@@ -307,16 +306,14 @@ class Scheduler:
     def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Decodes, bool]:
         """Plans who runs. Returns the decodes among them, and whether somebody waits for copies to free a block."""
         everyone, prefills = self.running.split()
-        if self._transfer is not None and self._transfer.num_loading:
-            prefills = self._without_loading(prefills, budget)
+        prefills = self._loaded.ready(prefills, budget)
         decodes = everyone.first(budget.tokens_left)
         num_preemptions = self.counters.preemptions
-        new_blocks, stalled = self._grow(decodes, prefills, budget.tokens_left, now)
+        new_blocks, stalled = self._growth.grow(decodes, prefills, budget.tokens_left, self._rules, now)
         budget.tell_blocks(new_blocks)
         if self.counters.preemptions != num_preemptions:
             decodes = self.running.still(decodes)
-        if self._loaded_now:
-            self._introduce(budget)
+        self._loaded.introduce(budget)
         if stalled:
             decodes = decodes.only(~np.isin(decodes.rows, stalled))
         if decodes:
@@ -332,14 +329,6 @@ class Scheduler:
                     budget.allow_whole(sequence.num_uncomputed_tokens)
                 budget.spend_prompt(sequence, self._blocks.room(sequence))
         return decodes, bool(stalled)
-
-    def _without_loading(self, prefills: list[Sequence], budget: StepBudget) -> list[Sequence]:
-        """Those whose blocks are there. The others have their lane, for what will be left of their prompt."""
-        assert self._transfer is not None
-        for sequence in prefills:
-            if is_loading(sequence):
-                budget.lanes.enter(self._transfer.num_left(sequence), 0)
-        return [sequence for sequence in prefills if not is_loading(sequence)]
 
     def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
         """Some prompt that is not long wants tokens; waiting ones are judged by their length."""
@@ -372,74 +361,10 @@ class Scheduler:
         num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
         return lanes.is_open or lanes.has_place(num_uncached, self._rules.max_batched)
 
-    def _grow(
-        self, decodes: Decodes, prefills: list[Sequence], num_tokens: int, now: float
-    ) -> tuple[dict[int, list[int]], list[int]]:
-        """Blocks for one token more, for those who need one: one decode in `block_size`, and with a window a prompt
-        whose blocks others share. Returns what each got, and rows of those that wait for a copy to give one back.
-        `num_tokens`: in the step, at most.
-        """
-        new_blocks: dict[int, list[int]] = {}
-        stalled: list[int] = []
-        needy = self.running.without_room(decodes)
-        if self._blocks.window is not None and prefills:
-            short = self._slide(prefills, new_blocks)
-            needy += short if num_tokens > len(decodes) else []
-        for row in needy:
-            if not self.running.is_owned(row):
-                continue  # preempted for one of the earlier ones
-            sequence = self.running.owner(row)
-            while (grown := self._blocks.grow(sequence, sequence.num_computed_tokens + 1)) is None:
-                if (transfer := self._transfer) is not None:
-                    if transfer.make_room():
-                        continue
-                    if transfer.frees_soon():
-                        transfer.counters.stalls += 1
-                        stalled.append(row)
-                        break
-                victim = self._rules.victims.for_blocks(sequence, self.running)
-                new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
-                self.preempt(victim, PreemptionCause.BLOCKS, now, sequence)
-                if victim is sequence:
-                    break
-            else:
-                self.running.cover(sequence)
-                new_blocks[sequence.seq_id] = grown
-        return new_blocks, stalled
-
-    def _introduce(self, budget: StepBudget) -> None:
-        """Loaded sequences may go on like running ones, whom the runner knows."""
-        self._introduced = [s for s in self._loaded_now if s.status is Status.RUNNING and not is_loading(s)]
-        self._loaded_now = []
-        for sequence in self._introduced:
-            budget.introduce(sequence)
-
-    def _loaded(self, sequence: Sequence) -> None:
-        """Its blocks are filled, or will be computed: it takes part in the next step."""
-        self._loaded_now.append(sequence)
-        self.running.settle(sequence)
-        if sequence.num_preemptions == 0:
-            found = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
-            self.counters.cached_prompt_tokens += max(0, found - sequence.num_cached_tokens)
-            sequence.num_cached_tokens = max(found, sequence.num_cached_tokens)
-
     def _token_s(self) -> float:
         """Seconds of a prompt token when the whole step is for one prompt; 0: not measured."""
         base_s, _, token_s = self.pace.line
         return token_s + base_s / self._rules.max_chunk_tokens if token_s else 0.0
-
-    def _slide(self, prefills: list[Sequence], new_blocks: dict[int, list[int]]) -> list[int]:
-        """Prompts give back blocks that their window has passed, and take others in front (into `new_blocks`). Returns
-        rows of those without room for a token even so.
-        """
-        short: list[int] = []
-        for sequence in prefills:
-            if new := self._blocks.slide(sequence, self._rules.admission.keep_free):
-                new_blocks[sequence.seq_id] = new
-                self.running.cover(sequence)
-            elif not self._blocks.room(sequence):
-                short.append(sequence.row)
-        return short
 
     def preempt(self, victim: Sequence, cause: PreemptionCause, now: float, by: Sequence) -> None:
         """Take the blocks of a running sequence that is in no step, for `by`; it waits as returning, where it was."""
