@@ -139,8 +139,11 @@ class BlockManager:
         return self._reach(sequence, num_passed) - len(hits) + num_free_hits + keep_free - len(self._free)
 
     def num_held_alone(self, sequence: Sequence) -> int:
-        """Blocks that become free when `sequence` gives its own up."""
-        return sum(self._ref_count[block_id] == 1 for block_id in sequence.held_blocks)
+        """Blocks that become free when `sequence` gives its own up, those that are pinned as soon as they are not."""
+        ref_count, pins = self._ref_count, self._pins
+        if not pins:
+            return sum(ref_count[block_id] == 1 for block_id in sequence.held_blocks)
+        return sum(ref_count[block_id] - pins.get(block_id, 0) == 1 for block_id in sequence.held_blocks)
 
     def num_shared_tokens(self, sequence: Sequence) -> int:
         """Tokens that others keep computed for `sequence` if it gives its blocks up: it would find them again."""

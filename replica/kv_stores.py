@@ -16,6 +16,9 @@ from replica.kv_messages import Reserve, Seal
 #: hashes of one Reserve
 _MOST_AT_ONCE = 64
 
+#: blocks on their way while a copy takes longer than to compute
+_TRICKLE = 2
+
 
 class Reservation:
     """Blocks that were offered together; pinned until they are refused, given up or copied."""
@@ -74,9 +77,12 @@ class BlockStores:
         """These were registered."""
         self._backlog.update(offers)
 
-    def reserve(self, known: Container[bytes], now: float) -> Reserve | None:
-        """As many of the backlog as may be on their way; `known`: the connector has those already."""
-        room, backlog = min(_MOST_AT_ONCE, self._most_pinned - self._num_pinned), self._backlog
+    def reserve(self, known: Container[bytes], is_worth_it: bool, now: float) -> Reserve | None:
+        """As many of the backlog as may be on their way; `known`: the connector has those already. While it is not
+        worth it, hardly any: what is pinned is missed, and a few are enough to see when that changes.
+        """
+        most = self._most_pinned if is_worth_it else min(_TRICKLE, self._most_pinned)
+        room, backlog = min(_MOST_AT_ONCE, most - self._num_pinned), self._backlog
         hashes: list[bytes] = []
         block_ids: list[int] = []
         while backlog and len(hashes) < room:

@@ -88,7 +88,9 @@ class KVTransfer:
         self._lease_s = 0.0
         self._ticked_at: float | None = None
         self._num_clears = 0
+        #: of one block, as measured; and through which copy that was measured
         self._copy_s = 0.0
+        self._num_copied = 0
         #: put back, and kept by the connector
         self._swapped: set[int] = set()
         #: tells seconds of a computed prompt token; 0: not measured
@@ -195,7 +197,10 @@ class KVTransfer:
         first, hashes = self._missing(sequence)
         if self._known is not None:
             hashes = hashes[: next((i for i, h in enumerate(hashes) if h not in self._known), len(hashes))]
-        if len(hashes) < self._limits.min_load_blocks or not self._is_worth_it(len(hashes)):
+        is_kept = sequence.seq_id in self._swapped  # that was decided when it was put back
+        if len(hashes) < self._limits.min_load_blocks or not (
+            is_kept or self._is_worth_it(len(hashes), self._line.num_copies)
+        ):
             return False
         if self._known is not None and self._known.issuperset(sequence.block_hashes[:first]):
             # what the pool has now may be taken by others before it is admitted, and blocks behind a gap are worth
@@ -230,7 +235,9 @@ class KVTransfer:
     def plan_stores(self, now: float) -> None:
         """Offer what was computed since the last step."""
         self._stores.offer(self._blocks.take_offers())
-        if self.is_connected and (message := self._stores.reserve(self._known or (), now)) is not None:
+        if not self.is_connected:
+            return
+        if (message := self._stores.reserve(self._known or (), self._is_worth_it(1, 0), now)) is not None:
             self._outbox.append(message)
 
     def keep(self, sequence: Sequence, now: float) -> None:
@@ -273,6 +280,11 @@ class KVTransfer:
         """Blocks come back when copies, or what is about to be copied, are over: nobody need be put back for them."""
         return self._loads.num_loading > 0 or self._blocks.num_pinned_alone > 0
 
+    @property
+    def num_freeing(self) -> int:
+        """Blocks that are free when the copies under way are over."""
+        return self._blocks.num_pinned_alone if len(self._stores) or self._loads.num_loading else 0
+
     def make_room(self) -> bool:
         """Give up what was offered and not answered, but for what must stay. Returns whether there was any."""
         return self._stores.give_up(with_kept=False)
@@ -280,10 +292,8 @@ class KVTransfer:
     def progress(self, result: StepResult) -> list[Sequence]:
         """Returns who is loaded: it goes on with what it has now."""
         over = self._line.progress(result.copied, result.failed_below)
-        if not over:
-            return []
-        num_copies = sum(len(job.pairs) for job, _ in over)
-        if result.copy_s > 0 and num_copies:
+        num_copies, self._num_copied = result.copied - self._num_copied, max(self._num_copied, result.copied)
+        if result.copy_s > 0 and num_copies > 0:
             each = result.copy_s / num_copies
             self._copy_s = _MEMORY * self._copy_s + (1 - _MEMORY) * each if self._copy_s else each
         return [sequence for job, ok in over if (sequence := self._take(job, ok)) is not None]
@@ -379,12 +389,12 @@ class KVTransfer:
         count = sequence.num_blocks_committed
         return list(zip(sequence.block_hashes[:count], sequence.block_ids[:count], strict=True))
 
-    def _is_worth_it(self, num_blocks: int) -> bool:
-        """By what was measured, a copy is faster than the model."""
+    def _is_worth_it(self, num_blocks: int, num_before: int) -> bool:
+        """By what was measured, copies are faster than the model, with so many that come before."""
         token_s = self.token_s()
         if not token_s or not self._copy_s:
             return True
-        return (num_blocks + self._line.num_copies) * self._copy_s < num_blocks * self._blocks.block_size * token_s
+        return (num_blocks + num_before) * self._copy_s < num_blocks * self._blocks.block_size * token_s
 
 
 def is_loading(sequence: Sequence) -> bool:

@@ -342,9 +342,9 @@ class Scheduler:
         rules = self._rules
         if not rules.policy.has_classes or not self.running or (urgent := rules.admission.first()) is None:
             return
-        if self._transfer is not None and self._transfer.frees_soon():
-            return  # of the last ones who made way; nobody else goes before that is seen
         max_num_seqs, keep_free = rules.config.max_num_seqs, rules.admission.keep_free
+        if self._transfer is not None:
+            keep_free -= self._transfer.num_freeing  # some made way already, and their blocks are being stored
         victims = rules.victims.for_urgent(urgent, self.running, max_num_seqs, keep_free)
         if victims and self._has_lane(urgent, victims):
             for victim in victims:

@@ -100,6 +100,8 @@ class _Verdict(enum.Enum):
     ASKS = enum.auto()
     #: blocks of it are on their way to where they are asked for
     NOT_YET = enum.auto()
+    #: copies under way free enough blocks; nobody passes it, least of all the one that made way for it
+    SOON = enum.auto()
 
 
 _MISSING = {
@@ -108,6 +110,7 @@ _MISSING = {
     _Verdict.NO_BUDGET: WaitCause.BUDGET,
     _Verdict.ASKS: WaitCause.LOAD,
     _Verdict.NOT_YET: WaitCause.LOAD,
+    _Verdict.SOON: WaitCause.BLOCKS,
 }
 
 
@@ -205,6 +208,8 @@ class StepAdmission:
             return _Verdict.JOINS
         if transfer is not None and transfer.make_room() and self._blocks.admit(sequence, keep_free=self.keep_free):
             return _Verdict.JOINS
+        if transfer is not None and self._blocks.num_missing(sequence, self.keep_free - transfer.num_freeing) <= 0:
+            return _Verdict.SOON
         return _Verdict.NO_BLOCKS
 
     def _uncached(self, sequence: Sequence) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from replica.block_hash import chain_hashes, root_hash
+from replica.copy_line import CopyJob
 from replica.kv_messages import Acquire, LostSlots, Reserved
 from replica.kv_transfer import TransferLimits
 from replica.messages import FinishReason, PreemptionCause
+from replica.preemption import keeps
 from tests.unit.engine_harness import reference
 from tests.unit.tier_harness import FakeConnector, TierHarness
 
@@ -321,3 +324,66 @@ def test_put_back_at_every_position_by_offload(position: int) -> None:
     h.run()
     ends_right(h, {"x": PROMPT}, 14)
     assert h.core.scheduler.counters.recomputed_tokens <= 3
+
+
+def test_what_the_pool_loses_between_question_and_admission_is_leased_too() -> None:
+    """Blocks behind a gap would be worth nothing."""
+    h = TierHarness(num_blocks=14)
+    fill(h)
+    h.is_quiet = True
+    kept = h.core.blocks._hash.copy()
+    h.core.blocks.clear_cache()
+    for block_id, block_hash in enumerate(kept[:14]):  # the first two are in the pool
+        if block_hash is not None and block_hash in chain(h, 2):
+            h.core.blocks._hash[block_id], h.core.blocks._cached[block_hash] = block_hash, block_id
+    h.submit("x", PROMPT)
+    assert h.plan() is None
+    (message,) = h.kv.take_messages()
+    assert isinstance(message, Acquire)
+    assert len(message.hashes) == 10
+    h.core.blocks.clear_cache()  # gone, meanwhile
+    h.kv.receive(h.connector.handle("a", message)[0], h.now)
+    h.is_quiet = False
+    h.run()
+    ends_right(h, {"x": PROMPT})
+    assert h.counter("blocks_loaded") == 10
+
+
+def chain(h: TierHarness, count: int) -> list[bytes]:
+    root = root_hash(h.core.info.model_fingerprint, "")
+    return chain_hashes(root, PROMPT[: 4 * count], 4)
+
+
+@pytest.mark.parametrize(
+    ("copy_s", "is_stored", "is_kept"),
+    [(1.0, True, True), (3.9, True, True), (4.1, True, False), (1.9, False, True), (2.1, False, False)],
+)
+def test_auto_keeps_what_is_faster_copied_than_computed(copy_s: float, is_stored: bool, is_kept: bool) -> None:
+    """A second a token, 4 tokens a block: a copy may take 4 seconds, and half of that where each block has to go both
+    ways.
+    """
+    h = TierHarness()
+    if not is_stored:
+        h.kv.gone()
+    h.submit("x", PROMPT, max_tokens=30)
+    while h.sequence("x").num_output_tokens < 2:
+        h.step()
+    if not is_stored:
+        h.kv.connected(h.connector.place("a"), 1e9, h.now)
+    transfer = h.core.scheduler._transfer
+    assert transfer is not None
+    transfer.token_s, transfer._copy_s = lambda: 1.0, copy_s
+    assert keeps(h.sequence("x"), h.core.blocks, transfer) is is_kept
+
+
+def test_auto_counts_the_copies_that_are_waiting() -> None:
+    h = TierHarness()
+    h.submit("x", PROMPT, max_tokens=30)
+    while h.sequence("x").num_output_tokens < 2:
+        h.step()
+    transfer = h.core.scheduler._transfer
+    assert transfer is not None
+    transfer.token_s, transfer._copy_s = lambda: 1.0, 2.0
+    assert keeps(h.sequence("x"), h.core.blocks, transfer)
+    transfer._line.add(CopyJob([(0, 0)] * 40, False, None))
+    assert not keeps(h.sequence("x"), h.core.blocks, transfer)
