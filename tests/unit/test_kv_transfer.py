@@ -366,7 +366,7 @@ def test_auto_keeps_what_is_faster_copied_than_computed(copy_s: float, is_stored
     if not is_stored:
         h.kv.gone()
     h.submit("x", PROMPT, max_tokens=30)
-    while h.sequence("x").num_output_tokens < 2:
+    while h.sequence("x").num_output_tokens < 6:
         h.step()
     if not is_stored:
         h.kv.connected(h.connector.place("a"), 1e9, h.now)
