@@ -38,6 +38,9 @@ class NullRunner:
     def adopt(self, result: StepResult) -> None:
         """Nothing to remember."""
 
+    def tell_copies(self, tell: Callable[[int, int], None]) -> None:
+        """It copies nothing."""
+
     def begin_anew(self) -> None:
         """Nothing to forget."""
 

@@ -150,6 +150,6 @@ async def test_a_reset_empties_the_tier_too() -> None:
     async with engine(connector, "a") as (one, _):
         await ask(one, "x", PROMPT)
         await until(lambda: len(connector.sealed) == 18)
-        one.handle(one.connect(RouterId("r")), ResetPrefixCache(1))
+        one.handle(one.connect(RouterId("r")), ResetPrefixCache("1"))
         await until(lambda: not connector.sealed)
         assert connector.is_at_baseline
