@@ -333,7 +333,8 @@ class Engine:
         ended = self._last_step_end = time.perf_counter()
         outputs = self.core.update(plan, result, self._clock())
         scheduler_s = planned_s + time.perf_counter() - ended
-        self.core.step_times.add(result.duration_s, scheduler_s, ended - began)
+        if not plan.waits_for_copies:  # the device did nothing
+            self.core.step_times.add(result.duration_s, scheduler_s, ended - began)
         return outputs
 
     async def _mend_runner(self, unpublished: RouterOutputs) -> RouterOutputs:
