@@ -193,7 +193,9 @@ class TierEvent(msgspec.Struct, frozen=True, tag="tier_event"):
 
 
 class LostSlots(msgspec.Struct, frozen=True, tag="lost_slots"):
-    """A lease is void before its time, because the slab was found corrupt. Its KV must not be used."""
+    """A lease is void before its time, because a slab was found corrupt: each lease of that slot, of every holder, is
+    told so. Its KV must not be used.
+    """
 
     lease_id: int
 

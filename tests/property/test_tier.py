@@ -136,7 +136,8 @@ class TierMachine(EngineMachine):
         for _, lease_id in list(self.connector.leases)[: int(voids)]:
             assert self.core.kv is not None
             # told at once: what is told later is for the connector to keep readable until then
-            self.core.kv.receive(self.connector.void(HOLDER, lease_id), self.now)
+            for message in self.connector.void(HOLDER, lease_id):
+                self.core.kv.receive(message, self.now)
 
     @precondition(lambda self: getattr(self, "is_up", False))
     @rule()
@@ -190,7 +191,7 @@ class TierMachine(EngineMachine):
         self.runner.copies.most = None
         while self.compiling:
             self.compiled(True)
-        for _ in range(200):
+        for _ in range(5000):
             if self.is_up:
                 self.messages_arrive(9)
                 self.events_arrive()
@@ -202,6 +203,8 @@ class TierMachine(EngineMachine):
                 self.now += 0.05
                 self.core.end_overdue(self.now)
                 self.deliver(self.core.take_ended())
+            else:
+                break
         self.now += 1.0
         self.core.end_overdue(self.now)
         super().teardown()

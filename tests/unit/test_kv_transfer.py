@@ -148,7 +148,8 @@ def test_whatever_becomes_of_a_load_the_tokens_are_the_same(how: str) -> None:
         assert len(plan.loads) == 10
         h.finish(plan)
         if how == "void":
-            h.kv.receive(h.connector.void("a", 0), h.now)
+            for message in h.connector.void("a", 0):
+                h.kv.receive(message, h.now)
         elif how == "gone":
             h.kv.gone()
         elif how == "frozen":

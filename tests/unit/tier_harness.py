@@ -127,14 +127,18 @@ class FakeConnector:
         for key in [key for key in self.reserved if key[0] == holder]:
             self.quarantine.setdefault(holder, []).extend(slot for _, slot in self.reserved.pop(key).values())
 
-    def void(self, holder: str, lease_id: int) -> FromConnector:
-        """As for a slab that was found corrupt."""
-        for slot in self.leases.get((holder, lease_id), []):
+    def void(self, holder: str, lease_id: int) -> list[FromConnector]:
+        """As for slabs that were found corrupt: all leases of theirs are void, here all of one holder."""
+        slots = self.leases.get((holder, lease_id), [])
+        for slot in slots:
             self.slots[slot] = 0xCD
             for block_hash in [h for h, s in self.sealed.items() if s == slot]:
                 self._forget(block_hash)
-        self.end_lease(holder, lease_id)
-        return LostSlots(lease_id)
+        lost = [key for key, leased in self.leases.items() if not set(slots).isdisjoint(leased)]
+        assert all(key[0] == holder for key in lost), "others would have to be told"
+        for key in lost:
+            self.end_lease(*key)
+        return [LostSlots(key[1]) for key in lost]
 
     def end_lease(self, holder: str, lease_id: int) -> None:
         slots = self.leases.pop((holder, lease_id), None)
