@@ -16,8 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from replica.fake_runner import CostModel, FakeModelRunner
+from replica.kv_messages import ArenaPlace
 from replica.rank_link import Endpoint
 from replica.rank_loop import Meeting, NoMeeting, Rank, RankRunner
 from replica.step import RunnerInfo, StepPlan, StepResult
@@ -37,6 +39,9 @@ class NullRunner:
 
     def adopt(self, result: StepResult) -> None:
         """Nothing to remember."""
+
+    def tell_copies(self, tell: Callable[[int, int], None]) -> None:
+        """It copies nothing."""
 
     def begin_anew(self) -> None:
         """Nothing to forget."""
@@ -92,7 +97,20 @@ class Processes:
         return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _make_runner(kind: str) -> RankRunner:
+class FileArena:
+    """An arena in a file that `socket_path` names, of slots of `block_bytes`; a missing one cannot be mapped."""
+
+    def __init__(self, place: ArenaPlace, member: str) -> None:
+        self.array = np.memmap(place.socket_path, np.uint8, "r+").reshape(-1, place.space.block_bytes)
+
+    def close(self) -> None:
+        """The mapping goes with its last view."""
+
+
+def _make_runner(kind: str, rank: int, size: int) -> RankRunner:
+    if kind == "tier":
+        cost = CostModel(0, 0, 0, 0)
+        return FakeModelRunner(num_blocks=64, cost=cost, rank=rank, num_ranks=size, open_arena=FileArena)
     if kind == "fake":
         return FakeModelRunner(num_blocks=64, cost=CostModel(0, 0, 0, 0))
     if kind == "deaf":  # never comes back from a step
@@ -110,7 +128,7 @@ def main() -> None:
     kind, rank, size, endpoint, node = msgspec.json.decode(sys.argv[1], type=tuple[str, int, int, Endpoint, str])
 
     def make(meeting: Meeting, is_first: bool) -> RankRunner:
-        return _make_runner(kind)
+        return _make_runner(kind, rank, size)
 
     Rank(rank, size, endpoint, node, NoMeeting, make, lambda: os._exit(1)).run()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+from replica.kv_transfer import is_loading
 from replica.messages import RequestId, SequenceAccount, SequenceState, Stages, WaitCause
 from replica.sequence import Sequence, Status
 
@@ -132,10 +133,12 @@ def _state(sequence: Sequence, num_ahead: int | None) -> SequenceState:
     match sequence.status:
         case Status.FINISHED:
             return SequenceState.ENDED
+        case Status.RUNNING if is_loading(sequence):
+            return SequenceState.LOADING
         case Status.RUNNING:
             return SequenceState.PREFILL if sequence.first_token_at is None else SequenceState.DECODE
     if num_ahead is None:
-        return SequenceState.GRAMMAR
+        return SequenceState.GRAMMAR if sequence.load is None else SequenceState.LOADING
     return SequenceState.QUEUED if sequence.status is Status.QUEUED else SequenceState.RETURNING
 
 

@@ -68,11 +68,21 @@ class BlockManager:
         self._query_tokens = 0
         self._hit_tokens = 0
         self._num_evictions = 0
+        #: block id -> how often it is pinned
+        self._pins: dict[int, int] = {}
+        #: registered since they were taken last; None: nobody takes them
+        self._offers: list[tuple[bytes, int]] | None = None
 
     @property
     def num_free(self) -> int:
-        """Blocks nobody references; cached ones among them are still free."""
+        """Blocks nobody references; cached ones among them are still free, pinned ones are not."""
         return len(self._free)
+
+    @property
+    def num_pinned_alone(self) -> int:
+        """Blocks that are free as soon as the copies that they are pinned for are over."""
+        ref_count = self._ref_count
+        return sum(ref_count[block_id] == count for block_id, count in self._pins.items())
 
     @property
     def capacity_tokens(self) -> int:
@@ -129,8 +139,11 @@ class BlockManager:
         return self._reach(sequence, num_passed) - len(hits) + num_free_hits + keep_free - len(self._free)
 
     def num_held_alone(self, sequence: Sequence) -> int:
-        """Blocks that become free when `sequence` gives its own up."""
-        return sum(self._ref_count[block_id] == 1 for block_id in sequence.held_blocks)
+        """Blocks that become free when `sequence` gives its own up, those that are pinned as soon as they are not."""
+        ref_count, pins = self._ref_count, self._pins
+        if not pins:
+            return sum(ref_count[block_id] == 1 for block_id in sequence.held_blocks)
+        return sum(ref_count[block_id] - pins.get(block_id, 0) == 1 for block_id in sequence.held_blocks)
 
     def num_shared_tokens(self, sequence: Sequence) -> int:
         """Tokens that others keep computed for `sequence` if it gives its blocks up: it would find them again."""
@@ -224,7 +237,7 @@ class BlockManager:
             sequence.num_blocks_committed = num_full
             return
         sequence.extend_hashes(self.block_size)
-        hashes, cached, stored = self._hash, self._cached, self._stored
+        hashes, cached, stored, offers = self._hash, self._cached, self._stored, self._offers
         for block_hash, block_id in zip(
             sequence.block_hashes[done:num_full], sequence.block_ids[done:num_full], strict=True
         ):
@@ -233,6 +246,8 @@ class BlockManager:
                 cached[block_hash] = block_id
                 if self._record_events:
                     stored.append(block_hash)
+                if offers is not None:
+                    offers.append((block_hash, block_id))
         sequence.num_blocks_committed = num_full
 
     def free(self, sequence: Sequence) -> None:
@@ -243,6 +258,38 @@ class BlockManager:
         sequence.num_blocks_committed = 0
         sequence.num_computed_tokens = 0
 
+    def pin(self, block_ids: list[int]) -> None:
+        """A copy reads or writes them: whoever gives them up, they are not used again before `unpin`."""
+        ref_count, pins = self._ref_count, self._pins
+        self._free.remove([block_id for block_id in block_ids if not ref_count[block_id]])
+        for block_id in block_ids:
+            ref_count[block_id] += 1
+            pins[block_id] = pins.get(block_id, 0) + 1
+
+    def unpin(self, block_ids: list[int]) -> None:
+        """Once for each `pin`."""
+        pins = self._pins
+        for block_id in block_ids:
+            pins[block_id] -= 1
+            if not pins[block_id]:
+                del pins[block_id]
+        self._give_back(block_ids, "a copy")
+
+    def has(self, block_hash: bytes, block_id: int) -> bool:
+        """`block_id` still holds that content."""
+        return self._hash[block_id] == block_hash
+
+    def record_offers(self) -> None:
+        """From now on `take_offers` tells what was registered."""
+        self._offers = []
+
+    def take_offers(self) -> list[tuple[bytes, int]]:
+        """(hash, block id) of blocks registered since the last call; some may be used again already."""
+        if not self._offers:
+            return []
+        offers, self._offers = self._offers, []
+        return offers
+
     def clear_cache(self) -> None:
         """Forget every cached prefix. Blocks that sequences hold stay theirs; what is registered of them later hangs on
         forgotten parents, so nobody finds it before those are computed anew.
@@ -250,6 +297,8 @@ class BlockManager:
         self._hash = [None] * self.num_blocks
         self._cached.clear()
         self._num_clears += 1
+        if self._offers is not None:
+            self._offers = []
         self._stored, self._removed, self._cleared = [], [], self._record_events
 
     def take_events(self) -> KVEvent | None:
@@ -295,6 +344,9 @@ class BlockManager:
             )
             for block_id in held:
                 references[block_id] += 1
+        for block_id, count in self._pins.items():
+            assert count > 0, f"block {block_id} is pinned {count} times"
+            references[block_id] += count
         assert references == self._ref_count, f"reference counts {self._ref_count} but tables hold {references}"
         free = list(self._free)
         assert len(free) == len(set(free)) == len(self._free), f"free list is broken: {free}"
@@ -313,12 +365,12 @@ class BlockManager:
         needed = self.blocks_for(sequence.num_tokens)
         return needed if self.window is None else min(needed, num_passed + self._most_held)
 
-    def _give_back(self, block_ids: list[int], sequence: Sequence) -> int:
+    def _give_back(self, block_ids: list[int], owner: object) -> int:
         """One reference less of each. Returns how many became free."""
         ref_count, unregistered, registered = self._ref_count, list[int](), list[int]()
         for block_id in block_ids:
             count = ref_count[block_id] - 1
-            assert count >= 0, f"block {block_id} freed too often, by {sequence}"
+            assert count >= 0, f"block {block_id} freed too often, by {owner}"
             ref_count[block_id] = count
             if count == 0:
                 (unregistered if self._hash[block_id] is None else registered).append(block_id)

@@ -130,7 +130,8 @@ class SchedulerConfig(FrozenModel):
         "policy", description="Who is put back for blocks: the last in order, or who has least to compute again."
     )
     preemption_mode: Literal["recompute", "offload", "auto"] = Field(
-        "recompute", description="What becomes of its KV; offload and auto need a KV connector, which is not there yet."
+        "recompute",
+        description="What becomes of its KV: computed again, kept by the KV connector, or what takes less time.",
     )
     max_preemptions: int = Field(
         8, ge=0, description="Times that one sequence is put back before it is protected, as long as another is not."
@@ -150,11 +151,6 @@ class SchedulerConfig(FrozenModel):
             raise ValueError(
                 f"max_long_partial_prefills is {self.max_long_partial_prefills}, but no prompt is long while "
                 "long_prefill_token_threshold is 0; set both or none"
-            )
-        if self.preemption_mode != "recompute":
-            raise ValueError(
-                f"preemption_mode is {self.preemption_mode!r}, which needs a KV connector, and there is none yet; "
-                "allowed: 'recompute'"
             )
         return self
 

@@ -15,6 +15,9 @@ from replica.audit import audit
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.errors import EngineError, InvalidRequestError, RanksLostError
+from replica.kv_events import KV_LAYOUT, KVEvents, KVLink, no_tier_because
+from replica.kv_messages import KVSpace
+from replica.kv_transfer import TransferLimits
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
@@ -31,7 +34,7 @@ from replica.messages import (
 from replica.report_schedule import LOAD_INTERVAL_S, ReportSchedule
 from replica.router_link import RouterLink
 from replica.router_output import RouterOutput, RouterOutputs
-from replica.step import StepPlan
+from replica.step import RunnerInfo, StepPlan
 from replica.step_runner import StepRunner
 
 logger = logging.getLogger(__name__)
@@ -64,7 +67,12 @@ class Engine:
         *,
         incarnation: str,
         clock: Callable[[], float] = time.time,
+        kv_link: KVLink | None = None,
+        transfer_limits: TransferLimits | None = None,
     ) -> None:
+        """`kv_link`: the way to the KVConnector of the node, if there is one."""
+        self._kv_link = kv_link
+        self._transfer_limits = transfer_limits or TransferLimits()
         self._config = config
         self._runner = runner
         self._clock = clock
@@ -96,13 +104,36 @@ class Engine:
         except BaseException:
             await self._runner.close()  # some of its ranks may be there already
             raise
-        self.core = EngineCore(self._config, info)
+        self.core = EngineCore(self._config, info, transfer_limits=self._tier_limits(info))
         self.core.runner_counters = self._runner.counters
+        if self.core.kv is not None and self._kv_link is not None:
+            parallel = self._config.parallel.tensor_parallel_size
+            self._kv_link.start(
+                KVSpace(info.model_fingerprint, info.block_size, info.block_bytes, parallel, KV_LAYOUT),
+                KVEvents(self.core.kv, self._clock, self._after_kv),
+            )
         self._idle.set()
         self._tasks = [
             asyncio.create_task(self._run(), name="shoal-step-loop"),
             asyncio.create_task(self._heartbeat(), name="shoal-heartbeat"),
         ]
+
+    def _tier_limits(self, info: RunnerInfo) -> TransferLimits | None:
+        """None: without a KVConnector, for which there may be a reason."""
+        if self._kv_link is None:
+            mode = self._config.scheduler.preemption_mode
+            if mode != "recompute":
+                logger.warning("preemption_mode is %s without a KV connector: what is put back is computed again", mode)
+            return None
+        if (why := no_tier_because(info, self._config.cache)) is not None:
+            logger.warning("the KV connector is not used, because %s", why)
+            return None
+        return self._transfer_limits
+
+    def _after_kv(self) -> None:
+        """The connector said something, came or went."""
+        self._publish_ended()
+        self._kick()
 
     def connect(self, router_id: RouterId, on_cut: Callable[[], object] = lambda: None) -> RouterLink:
         """A router's stream is open. A second one of the same router replaces the first and ends its requests."""
@@ -204,6 +235,8 @@ class Engine:
         for link in list(self._links.values()):
             link.close()
         await self._runner.close()
+        if self._kv_link is not None:
+            await self._kv_link.close()  # after the last copy
 
     def _compile(self, grammar: str) -> None:
         task = asyncio.create_task(self._compile_and_tell(grammar), name="shoal-grammar")
@@ -308,7 +341,8 @@ class Engine:
         ended = self._last_step_end = time.perf_counter()
         outputs = self.core.update(plan, result, self._clock())
         scheduler_s = planned_s + time.perf_counter() - ended
-        self.core.step_times.add(result.duration_s, scheduler_s, ended - began)
+        if not plan.waits_for_copies:  # the device did nothing
+            self.core.step_times.add(result.duration_s, scheduler_s, ended - began)
         return outputs
 
     async def _mend_runner(self, unpublished: RouterOutputs) -> RouterOutputs:
@@ -327,6 +361,7 @@ class Engine:
             self.core.stop_admission(takes_returning=self._is_expecting)
         await self._runner.recover()
         self.core.resume()
+        self._tell_connector()
         self._send_load()
         if self._is_expecting:
             self._expecting_timer = asyncio.get_running_loop().call_later(COME_BACK_S, self._expect_nobody)
@@ -352,6 +387,9 @@ class Engine:
                 await asyncio.sleep(HEARTBEAT_S)
                 if self._failure is None and self._step_age_s() < STALLED_STEP_S:
                     self._schedule_load()
+                if self.core.kv is not None:
+                    self.core.end_overdue(self._clock())
+                    self._publish_ended()
             self._look_at_books()
 
     def _look_at_books(self) -> None:
@@ -377,6 +415,7 @@ class Engine:
         """
         for router_id, grant in self.core.deal(self._clock()):
             self._links[router_id].send(grant)
+        self._tell_connector()
         if ended := self.core.take_ended():
             self._publish(ended)
         if self._deadline_timer is not None:
@@ -385,6 +424,11 @@ class Engine:
         if (deadline := self.core.next_deadline) is not None:
             delay_s = max(0.0, deadline - self._clock())
             self._deadline_timer = asyncio.get_running_loop().call_later(delay_s, self._end_overdue)
+
+    def _tell_connector(self) -> None:
+        if self.core.kv is not None and self._kv_link is not None:
+            for message in self.core.kv.take_messages():
+                self._kv_link.send(message)
 
     def _end_overdue(self) -> None:
         self.core.end_overdue(self._clock())

@@ -18,6 +18,8 @@ from replica.config import AdmissionConfig, EngineConfig, SchedulerConfig
 from replica.deadlines import Deadlines
 from replica.drain_forecast import DrainForecast, Room, rate_at_once
 from replica.grammar_gate import GrammarGate
+from replica.kv_side import KVSide
+from replica.kv_transfer import KVTransfer, TransferLimits
 from replica.messages import (
     Ask,
     Explain,
@@ -48,7 +50,15 @@ class EngineCore:
     is never more than the cap.
     """
 
-    def __init__(self, config: EngineConfig, info: RunnerInfo, *, record_kv_events: bool = False) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: RunnerInfo,
+        *,
+        record_kv_events: bool = False,
+        transfer_limits: TransferLimits | None = None,
+    ) -> None:
+        """`transfer_limits`: there is, or will be, a KVConnector. Raises ConfigError if its KV cannot be moved."""
         self.info = info
         self.blocks = BlockManager(
             info.num_blocks,
@@ -58,7 +68,14 @@ class EngineCore:
             window=info.window,
         )
         self._admission = Admission(info, config.admission.max_queued_requests)
-        self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids)
+        #: the way to the KVConnector of the node
+        self.kv: KVSide | None = None
+        transfer = None
+        if transfer_limits is not None:
+            transfer = KVTransfer(self.blocks, transfer_limits)
+        self.scheduler = Scheduler(config.scheduler, self.blocks, info.eos_token_ids, transfer)
+        if transfer is not None:
+            self.kv = KVSide(transfer, self.scheduler)
         #: names the configuration: equal numbers, equal live values; the shell sets it
         self.config_number = 0
         #: for the shell to fill
@@ -91,7 +108,10 @@ class EngineCore:
     @property
     def next_deadline(self) -> float | None:
         """When a queued request has to be given up, if nothing happens before: call `end_overdue` then."""
-        return self._deadlines.next
+        deadline = self._deadlines.next
+        if self.kv is not None and (of_kv := self.kv.next_deadline) is not None:
+            return of_kv if deadline is None else min(deadline, of_kv)
+        return deadline
 
     def submit(
         self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float, permit: Permit | None = None
@@ -144,7 +164,11 @@ class EngineCore:
         return ended
 
     def end_overdue(self, now: float) -> None:
-        """Give up requests whose deadline has passed before anything of them was scheduled."""
+        """Give up requests whose deadline has passed before anything of them was scheduled, and waits for the
+        KVConnector that took too long.
+        """
+        if self.kv is not None:
+            self.kv.tick(now)
         for sequence in self._deadlines.pop_passed(now):
             siblings = self._requests.untouched(sequence)
             self._end_queued(siblings, FinishReason.DEADLINE, "the deadline passed while the request was queued", now)
@@ -196,6 +220,8 @@ class EngineCore:
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix; what runs is not disturbed."""
         self.blocks.clear_cache()
+        if self.kv is not None:
+            self.kv.reset()
         self._num_resets += 1
 
     def schedule(self, now: float) -> StepPlan | None:
@@ -207,6 +233,8 @@ class EngineCore:
 
     def update(self, plan: StepPlan, result: StepResult, now: float) -> RouterOutputs:
         """Take in a finished step; what to tell which router."""
+        if self.kv is not None:
+            self.kv.tick(now)  # before what was copied is believed
         progress = self.scheduler.update(plan, result, now)
         for item in progress.others:
             if item.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -239,10 +267,14 @@ class EngineCore:
             self.scheduler.abort(sequence, FinishReason.MOVED, now)
             progress.append(Progress(sequence, [], FinishReason.MOVED))
         self.blocks.clear_cache()
+        if self.kv is not None:
+            self.kv.runner_lost()
         return self._outputs(progress)
 
     def resume(self) -> None:
         """The runner is there again, and knows nothing."""
+        if self.kv is not None:
+            self.kv.runner_back()
         self._admission.is_ready = True
 
     def hand_over(self, now: float) -> RouterOutputs:
@@ -296,7 +328,7 @@ class EngineCore:
                 "admitted": counters.admitted,
                 "refused": self._num_refused,
                 "prefix_cache_resets": self._num_resets,
-                "waiting_for_grammar": len(scheduler.blocked),
+                "waiting_for_grammar": len(scheduler.blocked) - (self.kv.num_wanting if self.kv else 0),
                 **self._cap_use.counters,
                 "queue_time_s": counters.queue_time_s,
                 "scheduled_sequences": counters.scheduled_sequences,
@@ -307,6 +339,7 @@ class EngineCore:
                 "prompt_token_limit": scheduler.prompt_token_limit,
                 **self.runner_counters,
                 **{f"leaks_{what}": count for what, count in self.num_leaks.items()},
+                **(self.kv.counters() if self.kv else {}),
                 **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
             },
             step_token_counts=counters.step_token_counts.copy(),
@@ -359,7 +392,8 @@ class EngineCore:
         """Check all invariants. Raises AssertionError."""
         self.scheduler.validate()
         self._gate.validate()
-        self._grammars.validate(self.scheduler.blocked)
+        asked = () if self.kv is None else (s for s in self.scheduler.blocked if s.load is not None)
+        self._grammars.validate(set(self.scheduler.blocked).difference(asked))
         self._requests.validate(s for s in self.scheduler.living() if s.abort_reason is not FinishReason.ABORT)
 
     def _make_shedding(self, config: SchedulerConfig) -> Shedding:

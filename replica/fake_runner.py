@@ -8,11 +8,16 @@ which reaches far beyond the one state that a token needs, everything in it is l
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
+
 import msgspec
+import numpy as np
 
 from replica.errors import EngineError, InvalidRequestError
+from replica.fake_copies import FakeCopies
 from replica.messages import SamplingParams, TokenLogprobs
-from replica.step import NewSequence, RunnerInfo, StepPlan, StepResult
+from replica.step import COPY_WAIT_S, NewSequence, OpenArena, RunnerInfo, StepPlan, StepResult
 
 _MASK = (1 << 61) - 1
 _MULTIPLIER = 0x5851F42D4C957F2D
@@ -30,6 +35,8 @@ class CostModel(msgspec.Struct, frozen=True):
     per_token_s: float = 2.2e-4
     per_sequence_s: float = 5e-5
     per_context_token_s: float = 4e-7
+    #: of one block between pool and arena, beside the steps; 0: none
+    per_copy_s: float = 0.0
 
     def step_s(self, plan: StepPlan) -> float:
         """Predicted duration of `plan` in seconds."""
@@ -119,8 +126,13 @@ class FakeModelRunner:
         eos_token_ids: tuple[int, ...] = (2,),
         cost: CostModel | None = None,
         window: int | None = None,
+        open_arena: OpenArena | None = None,
+        rank: int = 0,
+        num_ranks: int = 1,
     ) -> None:
-        """`window`: at least 2, since the state of a token is made from the one before it."""
+        """`window`: at least 2, since the state of a token is made from the one before it. `open_arena` finds the arena
+        of a KVConnector.
+        """
         assert window is None or window >= 2, f"a window of {window} tokens"
         self._info = RunnerInfo(
             num_blocks=num_blocks,
@@ -131,10 +143,15 @@ class FakeModelRunner:
             model_fingerprint="fake",
             description="fake runner: no weights, tokens from a hash of the prefix",
             window=window,
+            block_bytes=block_size * 8 * num_ranks,
         )
         self.cost = cost or CostModel()
         self._eos = frozenset(eos_token_ids)
-        self._kv = [0] * (num_blocks * block_size)
+        self._kv = array("Q", bytes(8 * num_blocks * block_size))
+        self._pool = np.frombuffer(self._kv, np.uint8).reshape(num_blocks, 8 * block_size)
+        self.copies = FakeCopies(self._pool, rank, num_ranks, open_arena)
+        #: seconds that copies had, beyond those that were carried out
+        self._copy_credit_s = 0.0
         self._known: dict[int, _Known] = {}
         self._last: StepResult | None = None
         #: of weights and KV, as every rank says
@@ -154,6 +171,7 @@ class FakeModelRunner:
         contract, EngineError on one with another's tokens in a window.
         """
         self._apply_news(plan)
+        self.copies.take(plan)
         seq_ids, token_ids = [], []
         logprobs: dict[int, TokenLogprobs] = {}
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -176,8 +194,31 @@ class FakeModelRunner:
                 told = known.token_ids[start + 1 : min(start + count, known.num_prompt_tokens - 1) + 1]
                 prompt_logprobs[seq_id] = [self._logprobs(token_id, num_top) for token_id in told]
         duration_s = self.cost.step_s(self._as_read(plan))
-        self._last = StepResult(plan.step, seq_ids, token_ids, duration_s, logprobs, prompt_logprobs, more=more)
+        duration_s, copy_s = self._copy(plan, duration_s)
+        self._last = StepResult(
+            plan.step,
+            seq_ids,
+            token_ids,
+            duration_s,
+            logprobs,
+            prompt_logprobs,
+            more=more,
+            copied=self.copies.copied,
+            failed_below=self.copies.failed_below,
+            copy_s=copy_s,
+        )
         return self._last
+
+    def _copy(self, plan: StepPlan, duration_s: float) -> tuple[float, float]:
+        """What is copied beside the step. Returns how long the step takes, and the seconds of copies."""
+        each = self.cost.per_copy_s
+        if plan.waits_for_copies:
+            count = self.copies.run(None if not each else max(1, int(COPY_WAIT_S / each)))
+            return count * each, count * each
+        self._copy_credit_s += duration_s
+        count = self.copies.run(int(self._copy_credit_s / each) if each else None)
+        self._copy_credit_s = self._copy_credit_s - count * each if self.copies.is_busy else 0.0
+        return duration_s, count * each
 
     def adopt(self, result: StepResult) -> None:
         """As one of several ranks: what rank 0 chose. It has chosen the same. Raises EngineError if it has not."""
@@ -188,8 +229,13 @@ class FakeModelRunner:
     def begin_anew(self) -> None:
         """As one of several ranks, when a peer was replaced: nothing is known any more."""
         self._known.clear()
-        self._kv = [0] * len(self._kv)
+        self.copies.begin_anew()
+        self._pool[:] = 0
         self._last = None
+
+    def tell_copies(self, tell: Callable[[int, int], None]) -> None:
+        """As one of several ranks: who hears how far its copies are."""
+        self.copies.on_progress = tell
 
     def _judge(self, known: _Known, drafts: list[int]) -> list[int]:
         """The tokens that follow, one for each draft that came true. All drafts leave their KV, as on a device."""
@@ -226,6 +272,7 @@ class FakeModelRunner:
 
     def close(self) -> None:
         self._known.clear()
+        self.copies.close()
 
     def _apply_news(self, plan: StepPlan) -> None:
         for seq_id in plan.dropped:

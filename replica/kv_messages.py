@@ -65,6 +65,18 @@ class KVPeer(WireRecord, frozen=True):
     incarnation: str
 
 
+class ArenaPlace(WireRecord, frozen=True):
+    """Where whoever carries out copies gets the arena: connect, say Hello as another member of `holder`. Travels in a
+    plan, so that every rank maps another arena between the same two copies.
+    """
+
+    socket_path: str
+    holder: KVPeer
+    space: KVSpace
+    #: of the connector: another one in its place has another arena
+    incarnation: str
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First word of a process that wants to map the arena. All processes of a replica (its engine and its ranks) have
     the same `holder`; `member` tells them apart. What the holder has is taken back when the last of them is gone: until
@@ -190,8 +202,8 @@ class TierEvent(msgspec.Struct, frozen=True, tag="tier_event"):
 
 
 class LostSlots(msgspec.Struct, frozen=True, tag="lost_slots"):
-    """A lease is void before its time: a slab was found corrupt, or the holder was not heard for too long. Its KV must
-    not be used.
+    """A lease is void before its time: a slab was found corrupt (each lease of it, of every holder, is told so), or the
+    holder was not heard for too long. Its KV must not be used.
     """
 
     lease_id: int

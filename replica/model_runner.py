@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from replica.block_copier import BlockCopier, best_copy
 from replica.collective import Collective, NoPeers
 from replica.config import EngineConfig, resolve
 from replica.errors import ConfigError, EngineError, ModelLoadError
@@ -29,7 +31,7 @@ from replica.sampler import NOT_FINITE
 from replica.sampling_rules import prompt_logprobs
 from replica.shard import Shard
 from replica.side_files import eos_token_ids
-from replica.step import RunnerInfo, StepPlan, StepResult
+from replica.step import COPY_WAIT_S, OpenArena, RunnerInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -53,7 +55,9 @@ class TorchModelRunner:
         *,
         shard: Shard = Shard(),
         collective: Collective | None = None,
+        open_arena: OpenArena | None = None,
     ) -> None:
+        """`open_arena` finds the arena of a KVConnector; None: its KV cannot be copied."""
         hardware = detect_hardware()
         config = resolve(config, hardware)
         self._folder = folder
@@ -108,6 +112,10 @@ class TorchModelRunner:
         #: seq_id -> float32 logits [tokens of the step, vocab]; more than one with accepted drafts
         self.last_logits: dict[int, torch.Tensor] = {}
         self._closed = False
+        #: between the pool and the arena of a KVConnector
+        self.copies: BlockCopier | None = None
+        if open_arena is not None and not kv_layer_major:
+            self.copies = BlockCopier(kv_pool.slabs(loaded.decoder.pool), shard.rank, open_arena, best_copy())
         #: outcome of the start-up self-test; None when it was not run
         self.is_invariant: bool | None = None
         verdict = "invariance not tested"
@@ -122,6 +130,7 @@ class TorchModelRunner:
             model_fingerprint=self._fingerprint(loaded.digest, max_len),
             description=f"cpu, {config.model.dtype}, {threads} threads, {loaded.description}; {verdict}",
             window=self._window,
+            block_bytes=0 if self.copies is None else kv_pool.slabs(self._decoder.pool).shape[1] * shard.size,
         )
 
     def _new_store(self) -> SequenceStore:
@@ -161,6 +170,16 @@ class TorchModelRunner:
         if self._untold is not None and plan.seq_ids:
             raise EngineError(f"rank {self._shard.rank} was not told the tokens of the step before step {plan.step}")
         self._store.apply(plan)
+        if self.copies is None:
+            return self._compute(plan, started)
+        self.copies.take(plan)
+        if plan.waits_for_copies:
+            self.copies.wait(COPY_WAIT_S)
+        result = self._compute(plan, started)
+        copied, failed_below, copy_s = self.copies.progress()
+        return msgspec.structs.replace(result, copied=copied, failed_below=failed_below, copy_s=copy_s)
+
+    def _compute(self, plan: StepPlan, started: float) -> StepResult:
         if not plan.seq_ids:
             return StepResult(plan.step, [], [], time.perf_counter() - started)
         batch = self._store.assemble(plan)
@@ -200,7 +219,14 @@ class TorchModelRunner:
 
     def begin_anew(self) -> None:
         """Keep the weights, forget every sequence: a peer was replaced, and what it knew is gone."""
+        if self.copies is not None:
+            self.copies.begin_anew()
         self._store, self._untold = self._new_store(), None
+
+    def tell_copies(self, tell: Callable[[int, int], None]) -> None:
+        """See `replica.rank_loop.RankRunner`."""
+        if self.copies is not None:
+            self.copies.on_progress = tell
 
     def agree(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Rank 0's `result` on every rank, over the peers themselves: for the self-test, before anything else carries
@@ -300,6 +326,9 @@ class TorchModelRunner:
     def close(self) -> None:
         """Drop weights and KV pool. Idempotent."""
         self._closed = True
+        if self.copies is not None:
+            self.copies.close()
+            self.copies = None
         self.__dict__.pop("_decoder", None)
         self.last_logits.clear()
 

@@ -11,8 +11,13 @@ The victim of the first cause:
   cache; the rest counts as lost, since the pool is full and what is freed is what is taken. One that outranks the
   sequence in need is left alone. So is one that has at most a block to go, whose blocks come back by themselves, and
   one that shares all of its blocks, which would give nothing.
+One whose blocks are being loaded is left alone: they are its own soon, and nobody's now.
 Whoever was preempted `max_preemptions` times is protected from all causes. Last resort, if all are protected: the
 policy's victim as if nobody were, so the first in the policy's order always gets to its end.
+
+What becomes of its KV (`preemption_mode`): `recompute` gives it up, though what nobody takes is found again; `offload`
+has the KVConnector keep what is computed, and loads it again; `auto` does what takes less time by what was measured of
+copies and of prompts. Without a connector all three recompute.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from typing import Protocol
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
-from replica.errors import ConfigError
+from replica.kv_transfer import KVTransfer, is_loading
 from replica.order import OrderPolicy, outranks
 from replica.running_set import RunningSet
 from replica.seat_shares import SeatShares
@@ -32,17 +37,29 @@ from replica.sequence import Sequence
 class TakeBack(Protocol):
     """What becomes of the KV of a preempted sequence."""
 
-    def __call__(self, sequence: Sequence) -> None: ...
+    def __call__(self, sequence: Sequence, now: float) -> None: ...
 
 
-def take_back_by(mode: str, blocks: BlockManager) -> TakeBack:
-    """The strategy that `preemption_mode` names. Raises ConfigError for those that need what is not there yet."""
-    if mode != "recompute":
-        raise ConfigError(
-            f"scheduler.preemption_mode: got {mode!r}, which needs a KV connector, and there is none yet; "
-            "allowed: 'recompute'"
-        )
-    return blocks.free  # full blocks stay findable until they are taken; the rest is computed again
+def take_back_by(mode: str, blocks: BlockManager, transfer: KVTransfer | None) -> TakeBack:
+    """The strategy that `preemption_mode` names."""
+
+    def recompute(sequence: Sequence, now: float) -> None:
+        blocks.free(sequence)  # full blocks stay findable until they are taken; the rest is computed again
+
+    def offload(sequence: Sequence, now: float) -> None:
+        if transfer is not None and (mode == "offload" or keeps(sequence, blocks, transfer)):
+            transfer.keep(sequence, now)
+        blocks.free(sequence)
+
+    return recompute if mode == "recompute" or transfer is None else offload
+
+
+def keeps(sequence: Sequence, blocks: BlockManager, transfer: KVTransfer) -> bool:
+    """`auto`: to keep and load it takes less time than to compute it again. While one of them was not measured, it is
+    kept: a copy is cheap, and is measured by it.
+    """
+    times = transfer.times(sequence, blocks.num_shared_tokens(sequence))
+    return times is None or times[0] < times[1]
 
 
 class VictimChoice:
@@ -60,7 +77,7 @@ class VictimChoice:
         if self._by_cost and (victim := self._cheapest(needy, running)) is not None:
             return victim
         victim = self._last(running, self._may_go)
-        return victim if victim is not None else self._last(running, lambda _: True) or needy
+        return victim if victim is not None else self._last(running, lambda s: not is_loading(s)) or needy
 
     def for_urgent(self, urgent: Sequence, running: RunningSet, max_num_seqs: int, keep_free: int) -> list[Sequence]:
         """Who goes so that `urgent`, which waits, may run: the fewest, least urgent first. Nobody, if it fits anyway or
@@ -99,7 +116,7 @@ class VictimChoice:
         return []
 
     def _may_go(self, sequence: Sequence) -> bool:
-        return sequence.num_preemptions < self._max_preemptions
+        return sequence.num_preemptions < self._max_preemptions and not is_loading(sequence)
 
     def _last(self, running: RunningSet, may_go: Callable[[Sequence], bool]) -> Sequence | None:
         """The last in the policy's order among those who may go."""

@@ -39,6 +39,8 @@ HELLO_S = 120.0
 MIB = 1 << 20
 #: the slowest rank has not read a frame: look again so soon
 _ROOM_S = 0.001
+#: in a step that waits for copies, other ranks than the first get so much more time, else such steps would spin
+_COPY_S = 0.001
 #: a rank that dies makes its peers raise from a collective, and their word may come before its socket closes
 _PEER_S = 0.2
 
@@ -83,6 +85,8 @@ class RankGroup:
         self._future: asyncio.Future[StepResult] | None = None
         self._step = (0.0, 0)  # when it began, its tokens
         self._last: StepResult | None = None
+        #: the step waits for copies only
+        self._waits = False
         self._limits = StepLimits()
         self._grammars: dict[int, asyncio.Future[None]] = {}
         self._next_grammar_id = 0
@@ -115,6 +119,7 @@ class RankGroup:
             return future
         assert self._future is None, "one step at a time"
         self._future, self._step = future, (time.monotonic(), plan.num_tokens)
+        self._waits = plan.waits_for_copies
         self._unsent.append(encode_step(plan, self._last))
         self._publish()
         return future
@@ -253,6 +258,16 @@ class RankGroup:
         result = self._last = decode_result(data)
         began, num_tokens = self._step
         self._limits.learn(num_tokens, time.monotonic() - began)
+        if result.copied and self._waits and self._pulse.copies()[0] < result.copied:
+            self._loop.call_later(_COPY_S, self._deliver, future, result)
+        else:
+            self._deliver(future, result)
+
+    def _deliver(self, future: asyncio.Future[StepResult], result: StepResult) -> None:
+        """A block is copied when every rank has copied its part."""
+        if result.copied:
+            copied, failed_below = self._pulse.copies()
+            result = msgspec.structs.replace(result, copied=copied, failed_below=failed_below)
         if not future.done():
             future.set_result(result)
 
@@ -341,7 +356,9 @@ class RankGroup:
         assert info is not None, "all are ready"
         held = [f"{weights / MIB:.1f}+{kv / MIB:.1f}" for weights, kv in (seat.held_bytes for seat in self._seats)]
         text = f"{self._size} ranks, MiB of weights+KV on each: {' '.join(held)}; {info.description}"
-        return msgspec.structs.replace(info, description=text)
+        # ranks of other nodes see another arena, or none
+        block_bytes = info.block_bytes if all(seat.is_local for seat in self._seats) else 0
+        return msgspec.structs.replace(info, description=text, block_bytes=block_bytes)
 
 
 def _named(ranks: list[int]) -> str:

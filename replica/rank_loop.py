@@ -11,6 +11,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from replica.errors import InvalidRequestError
@@ -53,7 +54,11 @@ class RankRunner(ModelRunner, Protocol):
         ...
 
     def begin_anew(self) -> None:
-        """Keep the weights, forget every sequence. The peers are others now."""
+        """Keep the weights, forget every sequence and every copy. The peers are others now."""
+        ...
+
+    def tell_copies(self, tell: Callable[[int, int], None]) -> None:
+        """From now on `tell` hears how far its copies are, and below which number some failed; from any thread."""
         ...
 
 
@@ -229,6 +234,7 @@ class Rank:
             if self._runner is None:
                 self._tell(Note("loading"))
                 self._runner = self._make_runner(meeting, order.is_first)
+                self._runner.tell_copies(partial((self._pulse or self._own).set_copies, self._rank))
             else:
                 self._runner.begin_anew()
             (self._pulse or self._own).reset(self._rank)

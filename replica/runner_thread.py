@@ -136,4 +136,5 @@ class PacedRank(PacedRunner):
         super().__init__(runner)
         self.adopt = runner.adopt
         self.begin_anew = runner.begin_anew
+        self.tell_copies = runner.tell_copies
         self.held_bytes = runner.held_bytes

@@ -10,7 +10,9 @@ One step, in order (vLLM's v1 model with deliberate changes, marked *):
    Admission reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only
    while something runs.
 5. Tokens that are left over go to guesses of what running sequences say next (`replica/speculation.py`)*.
-6. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
+6. Nobody is put back for a block that a copy from or to the KVConnector gives back in a moment: who wants one stays out
+   of the step. Who is being loaded is in no step either (`replica/kv_transfer.py`)*.
+7. A preempted sequence waits as *returning*, before anything fresh that does not outrank it, and at its old place*.
 
 `schedule` and `update` alternate; between them the runner works, and `add`, `abort` and `configure` may be called at
 any time.
@@ -21,9 +23,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from itertools import chain
 
+import numpy as np
+
 from replica.accounts import MAX_ACCOUNTS, EndedSequences, Queue, account, oldest
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
+from replica.kv_transfer import KVTransfer, is_loading
+from replica.loaded_sequences import LoadedSequences
 from replica.messages import (
     STEP_SEQUENCE_BOUNDS,
     STEP_TOKEN_BOUNDS,
@@ -41,6 +47,7 @@ from replica.speculation import Drafter
 from replica.step import StepPlan, StepResult
 from replica.step_admission import note_no_room
 from replica.step_budget import StepBudget
+from replica.step_growth import StepGrowth
 from replica.step_intake import InStep, StepIntake
 from replica.step_pace import StepPace
 from replica.step_rules import StepRules
@@ -53,11 +60,18 @@ class Scheduler:
     device.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        eos_token_ids: tuple[int, ...],
+        transfer: KVTransfer | None = None,
+    ) -> None:
         self._blocks = blocks
+        self._transfer = transfer
         self.queued = WaitingQueue()
         self.returning = WaitingQueue()
-        #: waiting sequences that may not run yet, because their grammar is being compiled
+        #: waiting sequences that may not run yet: their grammar is being compiled, or the KVConnector was asked
         self.blocked = WaitingQueue()
         window = None if blocks.window is None else blocks.window.size
         self.running = RunningSet(blocks.block_size, blocks.is_caching, window)
@@ -71,10 +85,14 @@ class Scheduler:
         self._dropped: list[int] = []
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
+        self._loaded = LoadedSequences(transfer, self.running, self.counters)
+        self._growth = StepGrowth(blocks, self.running, transfer, self.preempt)
         self._in_step: InStep | None = None
         #: when `schedule` was called last
         self._planned_at: float | None = None
         self.pace = StepPace(config.tpot_target_ms / 1000)
+        if transfer is not None:
+            transfer.token_s = self._token_s
         self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
 
     @property
@@ -129,6 +147,13 @@ class Scheduler:
         self.blocked.remove(sequence)
         self._join_queue(sequence)
 
+    def answered(self, sequences: list[Sequence]) -> None:
+        """The KVConnector's word has come, or will not: they wait for their turn again, where they were."""
+        for sequence in sequences:
+            if self.blocked.holds(sequence):
+                self.blocked.remove(sequence)
+                self._queue_of(sequence).push(sequence)
+
     def configure(self, config: SchedulerConfig) -> None:
         """Another configuration from the next `schedule` on, whatever the runner is doing. `config` is resolved.
 
@@ -173,17 +198,22 @@ class Scheduler:
         self._most_running = max(rules.config.max_num_seqs, min(self._most_running, len(self.running)))
         budget = StepBudget(rules.max_batched, rules.lanes())
         self._displace(now)
-        num_preemptions = self.counters.preemptions
-        decodes = self._schedule_running(budget, now)
-        if self.counters.preemptions == num_preemptions:
+        num_preemptions, transfer = self.counters.preemptions, self._transfer
+        decodes, has_stalled = self._schedule_running(budget, now)
+        if self.counters.preemptions == num_preemptions and not has_stalled:
             rules.admission.admit(budget, now)
             rules.speculation.draft(decodes, budget, rules.admission.keep_free)
         elif (head := rules.admission.first()) is not None:
             note_no_room(head, WaitCause.BLOCKS, now)
         members = InStep(decodes, budget.chunks)
-        if not members and not self._dropped:
+        copies = None
+        if transfer is not None:
+            transfer.plan_stores(now)
+            copies = transfer.take_copies()
+        is_copying = transfer is not None and transfer.is_copying
+        if not members and not self._dropped and copies is None and not is_copying:
             return None
-        plan = budget.plan(self.counters.steps, self._dropped)
+        plan = budget.plan(self.counters.steps, self._dropped, copies, is_copying and not members)
         self._dropped, self._told_dropped = [], self._dropped
         self._in_step = members
         self.running.in_step[members.rows] = True
@@ -200,14 +230,21 @@ class Scheduler:
         members, self._in_step = self._in_step, None
         assert members is not None, "schedule() a step first"
         num_decodes = len(members.decodes)
-        self.pace.learn(num_decodes, plan.num_tokens - num_decodes, result.duration_s)
-        return self._intake.take(members, plan, result, now)
+        if not plan.waits_for_copies:
+            self.pace.learn(num_decodes, plan.num_tokens - num_decodes, result.duration_s)
+        progress = self._intake.take(members, plan, result, now)
+        if self._transfer is not None:
+            self._loaded.add(self._transfer.progress(result))
+        return progress
 
     def fail_step(self, now: float) -> list[Progress]:
         """The runner raised: end every sequence of the step with ERROR. Their KV is not trusted, so nothing of it is
         registered.
         """
         members, self._in_step = self._in_step, None
+        if self._transfer is not None:
+            self._transfer.step_failed()
+        self._loaded.step_failed()
         # perhaps the runner failed before it had read them; to forget somebody twice does no harm
         self._dropped, self._told_dropped = self._told_dropped + self._dropped, []
         progress = []
@@ -257,18 +294,28 @@ class Scheduler:
         for waiting in (self.returning, self.queued, self.blocked):
             waiting.validate()
         self.running.validate()
-        assert all(s.known_to_runner for s in self.running), "the runner does not know somebody who runs"
+        assert all(s.known_to_runner or is_loading(s) or s in self._loaded for s in self.running), (
+            "the runner does not know somebody who runs"
+        )
         members = [] if self._in_step is None else self._in_step.rows.tolist()
         assert {s.row for s in self.running if s.in_step} == set(members), "who is in the step is not clear"
         self._blocks.validate(everyone)
+        if self._transfer is not None:
+            self._transfer.validate()
 
-    def _schedule_running(self, budget: StepBudget, now: float) -> Decodes:
+    def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Decodes, bool]:
+        """Plans who runs. Returns the decodes among them, and whether somebody waits for copies to free a block."""
         everyone, prefills = self.running.split()
+        prefills = self._loaded.ready(prefills, budget)
         decodes = everyone.first(budget.tokens_left)
         num_preemptions = self.counters.preemptions
-        budget.tell_blocks(self._grow(decodes, prefills, budget.tokens_left, now))
+        new_blocks, stalled = self._growth.grow(decodes, prefills, budget.tokens_left, self._rules, now)
+        budget.tell_blocks(new_blocks)
         if self.counters.preemptions != num_preemptions:
             decodes = self.running.still(decodes)
+        self._loaded.introduce(budget)
+        if stalled:
+            decodes = decodes.only(~np.isin(decodes.rows, stalled))
         if decodes:
             budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist())
             budget.limit(self.pace.limit(len(decodes), budget.tokens_left))
@@ -281,7 +328,7 @@ class Scheduler:
                     # it began while prompts were cut: as one that begins now, the first of a step gets all it wants
                     budget.allow_whole(sequence.num_uncomputed_tokens)
                 budget.spend_prompt(sequence, self._blocks.room(sequence))
-        return decodes
+        return decodes, bool(stalled)
 
     def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
         """Some prompt that is not long wants tokens; waiting ones are judged by their length."""
@@ -296,6 +343,8 @@ class Scheduler:
         """
         rules, victims = self._rules, self._rules.victims
         max_num_seqs, keep_free = rules.config.max_num_seqs, rules.admission.keep_free
+        if self._transfer is not None:
+            keep_free -= self._transfer.num_freeing  # some made way already, and their blocks are being stored
         if rules.policy.has_classes and self.running and (urgent := rules.admission.first()) is not None:
             self._make_way(urgent, victims.for_urgent(urgent, self.running, max_num_seqs, keep_free), now)
         if self.running and self.queued and rules.seats.is_uneven(self.ledger.weights(self.queued)):
@@ -319,42 +368,10 @@ class Scheduler:
         num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
         return lanes.is_open or lanes.has_place(num_uncached, self._rules.max_batched)
 
-    def _grow(self, decodes: Decodes, prefills: list[Sequence], num_tokens: int, now: float) -> dict[int, list[int]]:
-        """Blocks for one token more, for those who need one: one decode in `block_size`, and with a window a prompt
-        whose blocks others share. Returns what each got. `num_tokens`: in the step, at most.
-        """
-        new_blocks: dict[int, list[int]] = {}
-        needy = self.running.without_room(decodes)
-        if self._blocks.window is not None and prefills:
-            short = self._slide(prefills, new_blocks)
-            needy += short if num_tokens > len(decodes) else []
-        for row in needy:
-            if not self.running.is_owned(row):
-                continue  # preempted for one of the earlier ones
-            sequence = self.running.owner(row)
-            while (grown := self._blocks.grow(sequence, sequence.num_computed_tokens + 1)) is None:
-                victim = self._rules.victims.for_blocks(sequence, self.running)
-                new_blocks.pop(victim.seq_id, None)  # it may have been one of the earlier ones
-                self.preempt(victim, PreemptionCause.BLOCKS, now, sequence)
-                if victim is sequence:
-                    break
-            else:
-                self.running.cover(sequence)
-                new_blocks[sequence.seq_id] = grown
-        return new_blocks
-
-    def _slide(self, prefills: list[Sequence], new_blocks: dict[int, list[int]]) -> list[int]:
-        """Prompts give back blocks that their window has passed, and take others in front (into `new_blocks`). Returns
-        rows of those without room for a token even so.
-        """
-        short: list[int] = []
-        for sequence in prefills:
-            if new := self._blocks.slide(sequence, self._rules.admission.keep_free):
-                new_blocks[sequence.seq_id] = new
-                self.running.cover(sequence)
-            elif not self._blocks.room(sequence):
-                short.append(sequence.row)
-        return short
+    def _token_s(self) -> float:
+        """Seconds of a prompt token when the whole step is for one prompt; 0: not measured."""
+        base_s, _, token_s = self.pace.line
+        return token_s + base_s / self._rules.max_chunk_tokens if token_s else 0.0
 
     def preempt(self, victim: Sequence, cause: PreemptionCause, now: float, by: Sequence) -> None:
         """Take the blocks of a running sequence that is in no step, for `by`; it waits as returning, where it was."""
@@ -362,7 +379,9 @@ class Scheduler:
         self.running.remove(victim)
         victim.record.put_back(cause, victim.num_computed_tokens, by.request_id, now)
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
-        self._rules.take_back(victim)
+        if self._transfer is not None:
+            self._transfer.ended(victim)
+        self._rules.take_back(victim, now)
         self._forget_at_runner(victim)
         victim.num_preemptions += 1
         self.counters.preemptions += 1
@@ -372,7 +391,8 @@ class Scheduler:
         self._wait_clock.begin(victim, self.num_waiting)
 
     def _make_rules(self, config: SchedulerConfig) -> StepRules:
-        rules = StepRules(config, self._blocks, self.returning, self.queued, self.running, self.counters, self.ledger)
+        queues = (self.returning, self.queued, self.running)
+        rules = StepRules(config, self._blocks, *queues, self.counters, self.ledger, self.blocked, self._transfer)
         self._blocks.limit_chunk(rules.max_chunk)
         return rules
 
@@ -390,6 +410,8 @@ class Scheduler:
         else:
             self._queue_of(sequence).remove(sequence)
         self.ledger.settle((sequence,))
+        if self._transfer is not None:
+            self._transfer.ended(sequence)
         self._blocks.free(sequence)
         self._forget_at_runner(sequence)
         was_put_back = sequence.status is Status.RETURNING and sequence.first_scheduled_at is not None

@@ -15,6 +15,7 @@ from replica.messages import FinishReason, OrderKey, RequestId, RouterId, Sampli
 from replica.sequence_record import SequenceRecord
 
 if TYPE_CHECKING:
+    from replica.kv_loads import Load
     from replica.running_set import RunningSet
     from replica.speculation import Drafter
 
@@ -49,6 +50,7 @@ class Sequence:
         "first_token_at",
         "index",
         "known_to_runner",
+        "load",
         "max_total_tokens",
         "num_blocks_committed",
         "num_cached_tokens",
@@ -134,6 +136,8 @@ class Sequence:
         #: leading blocks whose hash is registered (or found) in the prefix cache
         self.num_blocks_committed = 0
         self.known_to_runner = False
+        #: what it wants of the KVConnector since it last began to wait; None: it was not asked yet
+        self.load: Load | None = None
         #: guesses its next tokens; None until the first guess
         self.drafter: Drafter | None = None
         self.abort_reason: FinishReason | None = None

@@ -31,6 +31,8 @@ class WaitCause(enum.StrEnum):
     BUDGET = "budget"
     #: all `max_num_seqs` were taken
     SEATS = "seats"
+    #: blocks that the KVConnector of the node has were on their way
+    LOAD = "load"
 
 
 class PreemptionCause(enum.StrEnum):
@@ -105,6 +107,8 @@ class SequenceState(enum.StrEnum):
 
     #: its grammar is being compiled
     GRAMMAR = "grammar"
+    #: KV that was computed before is brought back
+    LOADING = "loading"
     QUEUED = "queued"
     #: put back, resumed or moved in
     RETURNING = "returning"

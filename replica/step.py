@@ -9,8 +9,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
+from replica.kv_messages import ArenaPlace
 from replica.messages import SamplingParams, TokenLogprobs
+
+#: a plan that waits for copies is answered by then, so that a request that comes meanwhile does not wait long
+COPY_WAIT_S = 0.005
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -48,6 +54,16 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     dropped: list[int] = []
     #: seq_id -> guesses of what follows its last known token (`replica/speculation.py`); counted in `num_scheduled`
     drafts: dict[int, list[int]] = {}
+    #: copies between the pool and the arena of the node (`docs/kv_connector.md`), carried out in order beside this and
+    #: later steps: first these, (slot, block id), then `stores`, (block id, slot)
+    loads: list[tuple[int, int]] = []
+    stores: list[tuple[int, int]] = []
+    #: number of the first of them; they count on from there. Those that were told before are not carried out again
+    first_copy: int = 0
+    #: without sequences: come back when all copies are done, or after `COPY_WAIT_S`
+    waits_for_copies: bool = False
+    #: the arena of these and all later copies, when it is another one
+    arena: ArenaPlace | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +91,13 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
     more: dict[int, list[int]] = {}
     #: sequences for which the model computed NaN or infinity, so that there is no token to choose; not in `seq_ids`
     not_finite: list[int] = []
+    #: copies below this number are over, on all ranks; their progress is told with every step
+    copied: int = 0
+    #: some of the copies below this number failed (the arena could not be mapped): those that were not told as over
+    #: before count as failed
+    failed_below: int = 0
+    #: seconds spent in copies since the last result
+    copy_s: float = 0.0
 
 
 class RunnerInfo(msgspec.Struct, frozen=True):
@@ -92,6 +115,25 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     #: if all layers have a window, the largest: a query sees so many last positions, its own included, and nothing of a
     #: sequence before them is ever read; None: it is, or no sequence gets so long
     window: int | None = None
+    #: bytes of one block over all ranks; 0: its KV cannot be copied from or to an arena
+    block_bytes: int = 0
+
+
+class Arena(Protocol):
+    """Memory of a KVConnector, mapped."""
+
+    #: [num_slots, bytes of a slot]
+    array: npt.NDArray[np.uint8]
+
+    def close(self) -> None:
+        """Unmap; `array` is gone. Idempotent."""
+        ...
+
+
+class OpenArena(Protocol):
+    def __call__(self, place: ArenaPlace, member: str) -> Arena:
+        """Raises OSError or EngineError if it is not there, or is another one."""
+        ...
 
 
 class ModelRunner(Protocol):

@@ -7,7 +7,9 @@ a returning one goes before it, and so does one of another tenant that has fewer
 - because there are not enough blocks for it is passed, if it is queued, by some behind it: in one step at most
   `admission_look_past` sequences are left behind, and once `max_head_passes` were admitted past a sequence, nobody
   passes it any more. From then on freed blocks add up for it, and it waits only for those who run already;
-- and, returning, because of blocks, is passed by nobody.
+- and, returning, because of blocks, is passed by nobody;
+- because the KVConnector of the node may have blocks of it is asked for there, waits as *blocked* for the answer, a few
+  milliseconds at most, and has its place again (`replica/kv_transfer.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections.abc import Iterator
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
+from replica.kv_transfer import KVTransfer
 from replica.messages import WaitCause
 from replica.order import OrderPolicy, outranks
 from replica.progress import SchedulerCounters
@@ -101,12 +104,21 @@ class _Verdict(enum.Enum):
     NO_LANE = enum.auto()
     NO_BLOCKS = enum.auto()
     NO_BUDGET = enum.auto()
+    #: its answer will take a moment
+    ASKS = enum.auto()
+    #: blocks of it are on their way to where they are asked for
+    NOT_YET = enum.auto()
+    #: copies under way free enough blocks; nobody passes it, least of all the one that made way for it
+    SOON = enum.auto()
 
 
 _MISSING = {
     _Verdict.NO_LANE: WaitCause.LANE,
     _Verdict.NO_BLOCKS: WaitCause.BLOCKS,
     _Verdict.NO_BUDGET: WaitCause.BUDGET,
+    _Verdict.ASKS: WaitCause.LOAD,
+    _Verdict.NOT_YET: WaitCause.LOAD,
+    _Verdict.SOON: WaitCause.BLOCKS,
 }
 
 
@@ -123,7 +135,11 @@ class StepAdmission:
         running: RunningSet,
         counters: SchedulerCounters,
         ledger: TenantLedger,
+        blocked: WaitingQueue,
+        transfer: KVTransfer | None,
     ) -> None:
+        self._blocked = blocked
+        self._transfer = transfer
         self._config = config
         self._policy = policy
         self._blocks = blocks
@@ -164,7 +180,7 @@ class StepAdmission:
             if not budget.tokens_left:
                 note_no_room(sequence, WaitCause.BUDGET, now)
                 return
-            verdict = self._try(sequence, budget)
+            verdict = self._try(sequence, budget, now)
             if verdict is _Verdict.JOINS:
                 turns.take()
                 self._join(sequence, budget, now)
@@ -172,12 +188,17 @@ class StepAdmission:
                     return
                 continue
             note_no_room(sequence, _MISSING[verdict], now)
-            if verdict is _Verdict.NO_LANE or (verdict is _Verdict.NO_BLOCKS and look_past.may_pass(sequence)):
+            if verdict is _Verdict.ASKS:
+                turns.take()
+                self._blocked.push(sequence)
+            elif verdict in (_Verdict.NO_LANE, _Verdict.NOT_YET) or (
+                verdict is _Verdict.NO_BLOCKS and look_past.may_pass(sequence)
+            ):
                 turns.skip()
             else:
                 return
 
-    def _try(self, sequence: Sequence, budget: StepBudget) -> _Verdict:
+    def _try(self, sequence: Sequence, budget: StepBudget, now: float) -> _Verdict:
         """JOINS: it has its blocks, and nothing else is changed."""
         if self._config.enable_chunked_prefill:
             if not budget.lanes.is_open and not budget.lanes.has_place(self._uncached(sequence), budget.tokens_left):
@@ -186,7 +207,19 @@ class StepAdmission:
             # without chunks a prompt wants a budget that covers it, but the first one of a step gets its way: else a
             # prompt longer than the budget, or one beside many decodes, would wait for ever
             return _Verdict.NO_BUDGET
-        return _Verdict.JOINS if self._blocks.admit(sequence, keep_free=self.keep_free) else _Verdict.NO_BLOCKS
+        transfer = self._transfer
+        if transfer is not None and transfer.may_help(sequence):
+            if transfer.must_wait(sequence):
+                return _Verdict.NOT_YET
+            if self._blocks.num_missing(sequence, self.keep_free) <= 0 and transfer.ask(sequence, now):
+                return _Verdict.ASKS
+        if self._blocks.admit(sequence, keep_free=self.keep_free):
+            return _Verdict.JOINS
+        if transfer is not None and transfer.make_room() and self._blocks.admit(sequence, keep_free=self.keep_free):
+            return _Verdict.JOINS
+        if transfer is not None and self._blocks.num_missing(sequence, self.keep_free - transfer.num_freeing) <= 0:
+            return _Verdict.SOON
+        return _Verdict.NO_BLOCKS
 
     def _uncached(self, sequence: Sequence) -> int:
         return sequence.num_tokens - self._blocks.num_hit_tokens(sequence)
@@ -202,6 +235,9 @@ class StepAdmission:
             self._counters.prompt_tokens += sequence.num_prompt_tokens
             self._counters.cached_prompt_tokens += sequence.num_cached_tokens
             self._ledger.admitted(sequence)
+        if self._transfer is not None and self._transfer.begin(sequence):
+            budget.lanes.enter(self._transfer.num_left(sequence), 0)
+            return
         if not self._config.enable_chunked_prefill:
             budget.allow_whole(sequence.num_uncomputed_tokens)
         budget.spend_prompt(sequence, self._blocks.room(sequence))

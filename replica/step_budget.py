@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from replica.copy_line import CopyBatch
 from replica.prefill_lanes import PrefillLanes
 from replica.sequence import Sequence
 from replica.step import NewSequence, StepPlan
@@ -90,19 +91,25 @@ class StepBudget:
         self._num_computed.append(sequence.num_computed_tokens)
         self._num_scheduled.append(num_tokens)
         if not sequence.known_to_runner:
-            sequence.known_to_runner = True
-            self._new.append(
-                NewSequence(
-                    seq_id=sequence.seq_id,
-                    token_ids=sequence.token_ids.copy(),
-                    num_prompt_tokens=sequence.num_prompt_tokens,
-                    block_ids=sequence.block_ids.copy(),
-                    sampling=sequence.sampling,
-                )
-            )
+            self.introduce(sequence)
 
-    def plan(self, step: int, dropped: list[int]) -> StepPlan:
-        return StepPlan(
+    def introduce(self, sequence: Sequence) -> None:
+        """Tell the runner of it, with the blocks that it has now."""
+        sequence.known_to_runner = True
+        self._new.append(
+            NewSequence(
+                seq_id=sequence.seq_id,
+                token_ids=sequence.token_ids.copy(),
+                num_prompt_tokens=sequence.num_prompt_tokens,
+                block_ids=sequence.block_ids.copy(),
+                sampling=sequence.sampling,
+            )
+        )
+
+    def plan(
+        self, step: int, dropped: list[int], copies: CopyBatch | None = None, waits_for_copies: bool = False
+    ) -> StepPlan:
+        plan = StepPlan(
             step=step,
             seq_ids=self._seq_ids,
             num_computed=self._num_computed,
@@ -111,4 +118,6 @@ class StepBudget:
             new_block_ids=self._new_blocks,
             dropped=dropped,
             drafts=self._drafts,
+            waits_for_copies=waits_for_copies,
         )
+        return plan if copies is None else copies.into(plan)

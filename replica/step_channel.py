@@ -168,6 +168,8 @@ class Pulse:
             ("steps_begun", ctypes.c_uint64),
             ("steps_ended", ctypes.c_uint64),
             ("in_collective", ctypes.c_uint64),
+            ("copied", ctypes.c_uint64),
+            ("failed_below", ctypes.c_uint64),
         ]
 
     def __init__(self, size: int, descriptor: int | None = None) -> None:
@@ -206,6 +208,17 @@ class Pulse:
 
     def is_waiting_for_peers(self, rank: int) -> bool:
         return bool(self._ranks[rank].in_collective)
+
+    def set_copies(self, rank: int, copied: int, failed_below: int) -> None:
+        """How far its copies are; see `replica.step.StepResult`."""
+        fields = self._ranks[rank]
+        fields.failed_below = failed_below  # first: nobody may take a failed copy for a good one
+        fields.copied = copied
+
+    def copies(self) -> tuple[int, int]:
+        """Through which copies all ranks are, and below which some failed on any."""
+        copied = min(fields.copied for fields in self._ranks)
+        return copied, max(fields.failed_below for fields in self._ranks)
 
     def steps(self, rank: int) -> tuple[int, int]:
         """Begun, ended."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
+from replica.kv_transfer import KVTransfer
 from replica.order import make_policy
 from replica.preemption import VictimChoice, take_back_by
 from replica.prefill_lanes import PrefillLanes
@@ -22,7 +23,7 @@ from replica.waiting_queue import WaitingQueue
 
 
 class StepRules:
-    """Who runs in a step by one configuration. Raises ConfigError for a `preemption_mode` that is not there yet."""
+    """Who runs in a step by one configuration."""
 
     def __init__(
         self,
@@ -33,6 +34,8 @@ class StepRules:
         running: RunningSet,
         counters: SchedulerCounters,
         ledger: TenantLedger,
+        blocked: WaitingQueue,
+        transfer: KVTransfer | None,
     ) -> None:
         assert config.max_num_batched_tokens is not None, "resolve() the configuration first"
         self.config = config
@@ -40,8 +43,10 @@ class StepRules:
         self.policy = make_policy(config)
         self.seats = SeatShares(running)
         self.victims = VictimChoice(config, self.policy, blocks)
-        self.take_back = take_back_by(config.preemption_mode, blocks)
-        self.admission = StepAdmission(config, self.policy, blocks, returning, queued, running, counters, ledger)
+        self.take_back = take_back_by(config.preemption_mode, blocks, transfer)
+        self.admission = StepAdmission(
+            config, self.policy, blocks, returning, queued, running, counters, ledger, blocked, transfer
+        )
         self.speculation = Speculation(config, blocks, running)
 
     @property
@@ -50,6 +55,11 @@ class StepRules:
         if not self.config.enable_chunked_prefill:
             return None
         return min(self.max_batched, self.config.long_prefill_token_threshold or self.max_batched)
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """The same, with what a step usually has where there is no limit."""
+        return self.max_chunk or self.max_batched
 
     def lanes(self) -> PrefillLanes:
         """The limits on prompts in pieces, for one step."""

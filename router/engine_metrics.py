@@ -86,6 +86,16 @@ _GAUGES: tuple[tuple[str, str, Callable[[ReplicaLoad], float]], ...] = (
         "Tokens that prompts could have in the last step beside streams.",
         lambda load: load.counters.get("prompt_token_limit", 0),
     ),
+    (
+        "shoal_kv_swapped_sequences",
+        "Preempted sequences that wait, their KV kept by the KV connector.",
+        lambda load: load.counters.get("kv_swapped", 0),
+    ),
+    (
+        "shoal_kv_connected",
+        "1: the replica is connected to a KV connector.",
+        lambda load: load.counters.get("kv_connected", 0),
+    ),
     ("shoal_ranks", "Worker ranks of a replica; 0: it has none.", lambda load: load.counters.get("ranks", 0)),
     ("shoal_ranks_alive", "Of these, those that are there.", lambda load: load.counters.get("ranks_alive", 0)),
     (
@@ -115,6 +125,14 @@ _COUNTERS = (
     ("shoal_engine_prompt_tokens", "Prompt tokens of scheduled sequences.", _NUM_PROMPT_TOKENS),
     ("shoal_engine_generation_tokens", "Tokens sampled.", "generation_tokens"),
     ("shoal_group_restarts", "Times the ranks of a replica were made whole again.", "group_restarts"),
+    ("shoal_kv_loads", "Sequences whose KV was loaded from the KV connector.", "kv_loads"),
+    ("shoal_kv_failed_loads", "Loads that came to nothing or to less: computed instead.", "kv_failed_loads"),
+    ("shoal_kv_blocks_loaded", "Blocks copied from the connector's arena into the pool.", "kv_blocks_loaded"),
+    ("shoal_kv_blocks_stored", "Blocks copied from the pool into the connector's arena.", "kv_blocks_stored"),
+    ("shoal_kv_blocks_refused", "Blocks offered to the connector that it did not want.", "kv_blocks_refused"),
+    ("shoal_kv_load_wait_seconds", "Sequences waited for the connector's answer.", "kv_load_wait_s"),
+    ("shoal_kv_offloads", "Preempted sequences whose KV was kept by the connector.", "kv_offloads"),
+    ("shoal_kv_stalls", "Times that a sequence stayed out of a step until a copy gave a block back.", "kv_stalls"),
     ("shoal_refused_submissions", "Submissions the replica refused.", "refused"),
 )
 #: metric name, kind, help text, label and how to read the value of each of its values

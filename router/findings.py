@@ -26,6 +26,10 @@ _LACKS: dict[str, tuple[str, tuple[str, ...]]] = {
         "waited because as many prompts were under way as may be",
         ("scheduler.max_long_partial_prefills", "scheduler.max_partial_prefills"),
     ),
+    "load": (
+        "waited for KV that was computed before to be brought back",
+        ("scheduler.preemption_mode", "kv_cache.kv_cache_gib"),
+    ),
 }
 _QUEUED = ("replicas.both", "scheduler.policy", "router.max_queued_requests_per_replica")
 _PREFILL = ("scheduler.max_num_batched_tokens", "scheduler.long_prefill_token_threshold")

@@ -20,6 +20,7 @@ _LACKS = {
     WaitCause.LANE: "a place among the prompts under way",
     WaitCause.BUDGET: "tokens of a step",
     WaitCause.SEATS: "a seat in the batch",
+    WaitCause.LOAD: "KV that was computed before",
 }
 #: of a sequence whose replica has not answered, while the router still waits for it
 UNKNOWN = "unknown"
@@ -187,6 +188,8 @@ def _standing_at_replica(sequence: dict[str, Any]) -> _Standing:
     state = sequence["state"]
     if state == SequenceState.GRAMMAR:
         return _waits(state, "its grammar to be compiled", sequence["total_s"])
+    if state == SequenceState.LOADING:
+        return _waits(state, "KV that was computed before to be brought back", None)
     if state not in (SequenceState.QUEUED, SequenceState.RETURNING):
         return _waits(state, None, None)
     since_s = sequence["total_s"] if sequence["waiting_s"] is None else sequence["waiting_s"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from replica.errors import ConfigError
@@ -31,6 +33,13 @@ def count_blocks(config: ModelShape, block_size: int, dtype: torch.dtype, gib: f
     if count < 2:
         raise ConfigError(f"cache.kv_cache_gib={gib} holds {count} blocks of {size} bytes; at least 2 are needed")
     return count
+
+
+def slabs(pool: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The same memory as rows of bytes: [num_blocks, bytes of a block]. `pool` is block-major."""
+    assert pool.is_contiguous(), "a block is not one piece of memory"
+    rows: npt.NDArray[np.uint8] = pool.view(pool.shape[0], -1).view(torch.uint8).numpy()
+    return rows
 
 
 def allocate(

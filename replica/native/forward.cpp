@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "barrier.h"
 #include "sampling.h"
+#include "slabs.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -247,7 +248,7 @@ using namespace shoal;
 
 extern "C" {
 
-int32_t shoal_abi() { return 3; }
+int32_t shoal_abi() { return 4; }
 
 const char* shoal_isa() {
 #if defined(__AVX512BF16__)
@@ -281,6 +282,12 @@ void shoal_choose(const ShoalModel* m, const ShoalStep* s) {
 
 void shoal_pack(const uint32_t* rows, int64_t num_rows, int64_t words, uint32_t* panels, int32_t width, int32_t lane) {
     pack_rows(rows, num_rows, words, panels, width, lane);
+}
+
+// See slabs.h; indices in units of the strides, which are bytes.
+void shoal_copy_slabs(void* to, const int64_t* to_index, int64_t to_stride, const void* from, const int64_t* from_index,
+                      int64_t from_stride, int64_t bytes, int64_t count) {
+    copy_slabs((char*)to, to_index, to_stride, (const char*)from, from_index, from_stride, bytes, count);
 }
 
 // Asks for huge pages over the whole pages of [p, p + bytes): a step walks 269 MB of weights and one KV page a block and head.

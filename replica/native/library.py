@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from replica.native.builder import NativeUnavailableError, build
 
-ABI = 3
+ABI = 4
 
 
 class Layer(ctypes.Structure):
@@ -88,6 +88,12 @@ class Library:
         lib.shoal_use_huge_pages.argtypes = [c_void_p, c_int64]
         lib.shoal_pack.restype = None
         lib.shoal_pack.argtypes = [c_void_p, c_int64, c_int64, c_void_p, c_int32, c_int32]
+        lib.shoal_copy_slabs.restype = None
+        lib.shoal_copy_slabs.argtypes = [
+            *(c_void_p, c_void_p, c_int64),
+            *(c_void_p, c_void_p, c_int64),
+            *(c_int64, c_int64),
+        ]
         lib.shoal_sample.restype = c_int32
         lib.shoal_sample.argtypes = [c_void_p, c_int32, c_float, c_int32, c_float, c_float, c_double]
         self._lib = lib
@@ -112,6 +118,13 @@ class Library:
     def pack(self, rows: int, num_rows: int, words: int, panels: int, width: int, lane: int) -> None:
         """`rows` [num_rows, words of 4 bytes] into lanes from `lane` on of `panels`, `width` rows to a panel."""
         self._lib.shoal_pack(rows, num_rows, words, panels, width, lane)
+
+    def copy_slabs(
+        self, to: int, to_index: int, to_stride: int, source: int, from_index: int, from_stride: int, num_bytes: int,
+        count: int,
+    ) -> None:  # fmt: skip
+        """`count` pieces of `num_bytes`; `to_index` and `from_index` are addresses of int64 in units of the strides."""
+        self._lib.shoal_copy_slabs(to, to_index, to_stride, source, from_index, from_stride, num_bytes, count)
 
     def sample(
         self, address: int, num: int, temperature: float, top_k: int, top_p: float, uniform: float, min_p: float = 0.0

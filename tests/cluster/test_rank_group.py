@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -19,9 +20,10 @@ from replica.config import CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.errors import EngineError, RanksLostError
 from replica.fake_runner import expected_output
+from replica.kv_messages import ArenaPlace, KVPeer, KVSpace
 from replica.messages import FinishReason, RequestId, RouterId, SamplingParams, Submit
 from replica.rank_group import RankGroup
-from replica.step import NewSequence, StepPlan
+from replica.step import NewSequence, StepPlan, StepResult
 from replica.step_channel import SLOT_BYTES, encode_step
 from tests.cluster.harness import request, until
 from tests.cluster.test_given_up import Listener
@@ -92,6 +94,36 @@ async def test_who_raised_because_a_peer_is_gone_is_not_blamed(monkeypatch: pyte
             await future
         assert ranks.counters["rank_losses_gone"] == 1
         assert not ranks.counters.get("rank_losses_failed")
+
+
+async def test_each_rank_copies_its_part_and_the_slowest_counts(tmp_path: Path) -> None:
+    """Through an arena that both map; a block is loaded when both have their parts, and equal tokens need both."""
+    path = tmp_path / "arena"
+    path.write_bytes(bytes(4 * 256))
+    place = ArenaPlace(str(path), KVPeer("r", "1"), KVSpace("fake", 16, 256, 2, ""), "c")
+    prompt = list(range(40, 57))
+    sampling = SamplingParams(50, temperature=0.0, ignore_eos=True)
+
+    async def until_copied(ranks: RankGroup, count: int) -> StepResult:
+        while (result := await ranks.execute(StepPlan(9, [], [], [], waits_for_copies=True))).copied < count:
+            pass
+        return result
+
+    async with group(2, kind="tier") as (ranks, _):
+        first = await ranks.execute(StepPlan(0, [0], [0], [17], [NewSequence(0, prompt, 17, [3, 1], sampling)]))
+        await ranks.execute(StepPlan(1, [], [], [], stores=[(3, 2)], first_copy=0, arena=place))
+        assert (await until_copied(ranks, 1)).failed_below == 0
+        slot = path.read_bytes()[512:768]
+        assert slot[:128] == slot[128:] != bytes(128), "the fake ranks hold the same"
+        await ranks.execute(StepPlan(2, [], [], [], loads=[(2, 7)], first_copy=1))
+        await until_copied(ranks, 2)
+        new = NewSequence(1, prompt, 17, [7, 8], sampling)
+        again = await ranks.execute(StepPlan(3, [1], [16], [1], [new]))
+        assert again.token_ids == first.token_ids == expected_output(prompt, 1, vocab_size=49152, eos=frozenset({2}))
+        await ranks.execute(StepPlan(4, [1], [17], [1]))  # rank 1 raises if it would have chosen otherwise
+        elsewhere = msgspec.structs.replace(place, socket_path=str(tmp_path / "nothing"), incarnation="d")
+        await ranks.execute(StepPlan(5, [], [], [], loads=[(2, 9)], first_copy=2, arena=elsewhere))
+        assert (await until_copied(ranks, 3)).failed_below == 3
 
 
 @ELSEWHERE

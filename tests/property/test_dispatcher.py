@@ -89,7 +89,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     left = self.dispatcher.views.get(replica_id)
                     if request_id not in self.alive:
                         continue
-                    if isinstance(instructions[number + 1], Refuse):
+                    if any(isinstance(following, Refuse) for following in instructions[number + 1 : number + 2]):
                         continue  # it made way for another one
                     if left is not None and left.is_draining and self.now - left.load_at <= MAX_SILENCE_S:
                         self.move(request_id, replica_id)

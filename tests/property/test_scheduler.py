@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner, expected_output
+from replica.kv_transfer import is_loading
 from replica.messages import (
     FinishReason,
     GenerateRequest,
@@ -41,14 +42,7 @@ class EngineMachine(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(6, 20), caching=st.booleans(), knobs=KNOBS, data=st.data())
     def build(self, num_blocks: int, caching: bool, knobs: dict[str, Any], data: st.DataObject) -> None:
         self.window = data.draw(st.sampled_from(self.windows))
-        self.runner = FakeModelRunner(
-            num_blocks=num_blocks,
-            block_size=BLOCK,
-            max_model_len=64,
-            vocab_size=VOCAB,
-            eos_token_ids=(),
-            window=self.window,
-        )
+        self.runner = self.make_runner(num_blocks)
         # a prompt need not fit the pool where no token sees more of it than does
         is_sliding = self.window is not None and 1 + math.ceil((self.window - 1) / BLOCK) <= num_blocks
         self.capacity = 64 if is_sliding else min(64, num_blocks * BLOCK)
@@ -57,7 +51,7 @@ class EngineMachine(RuleBasedStateMachine):
             admission=AdmissionConfig(max_queued_requests=CAP),
             cache=CacheConfig(enable_prefix_caching=caching),
         )
-        self.core = EngineCore(self.config, self.runner.info)
+        self.core = self.make_core()
         self.clients: dict[tuple[RouterId, RequestId], Client] = {}
         self.names = {router: SequenceNames() for router in ROUTERS}
         self.plan: StepPlan | None = None
@@ -66,6 +60,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: list[RequestId] = []
         self.compiling: list[str] = []
         self.num_turns = 0
+
+    def make_runner(self, num_blocks: int) -> FakeModelRunner:
+        return FakeModelRunner(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            max_model_len=64,
+            vocab_size=VOCAB,
+            eos_token_ids=(),
+            window=self.window,
+        )
+
+    def make_core(self) -> EngineCore:
+        return EngineCore(self.config, self.runner.info)
 
     @rule(
         router=st.sampled_from(ROUTERS),
@@ -198,8 +205,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.deliver(self.core.take_ended())
         self.plan = plan
         if plan is None:
-            assert not self.core.has_work or self.core.num_unfinished == 0, "work, but no step"
-            assert self.core.num_unfinished == len(self.core.scheduler.blocked)
+            self.check_nothing_to_do()
             return
         budget = self.config.scheduler.max_num_batched_tokens
         assert budget is not None
@@ -216,7 +222,11 @@ class EngineMachine(RuleBasedStateMachine):
             assert counters.displaced == displaced
         if counters.preemptions - preemptions > counters.displaced - displaced:
             assert len(self.core.scheduler.running) < running + 1, "a step that preempts for blocks admits nobody"
-            assert not plan.new
+            assert not plan.new or self.core.kv is not None
+
+    def check_nothing_to_do(self) -> None:
+        assert not self.core.has_work or self.core.num_unfinished == 0, "work, but no step"
+        assert self.core.num_unfinished == len(self.core.scheduler.blocked)
 
     def known(self, plan: StepPlan) -> dict[int, int]:
         """Tokens of each sequence in the plan that are no guesses."""
@@ -254,6 +264,7 @@ class EngineMachine(RuleBasedStateMachine):
         """`failing`: this one of those that sampled cannot go on."""
         assert self.plan is not None
         before = {s.seq_id: s.num_computed_tokens for s in self.core.scheduler.running}
+        loading = {s.seq_id for s in self.core.scheduler.running if is_loading(s)}
         result = self.runner.execute(self.plan)
         if failing is not None and failing < len(result.seq_ids):
             seq_ids, token_ids = result.seq_ids.copy(), result.token_ids.copy()
@@ -266,6 +277,8 @@ class EngineMachine(RuleBasedStateMachine):
         scheduled = dict(zip(self.plan.seq_ids, self.plan.num_scheduled, strict=True))
         for sequence in self.core.scheduler.running:
             seq_id = sequence.seq_id
+            if seq_id in loading:
+                continue
             num_rejected = len(self.plan.drafts.get(seq_id, [])) - len(result.more.get(seq_id, []))
             assert sequence.num_computed_tokens == before[seq_id] + scheduled.get(seq_id, 0) - num_rejected
         self.plan = None

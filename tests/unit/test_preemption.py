@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.config import load
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
-from replica.errors import ConfigError
 from replica.messages import FinishReason, RequestId, RouterId, SamplingParams
 from replica.order import make_policy
-from replica.preemption import VictimChoice, take_back_by
+from replica.preemption import VictimChoice
 from replica.running_set import RunningSet
 from replica.sequence import Sequence
 from tests.unit.engine_harness import Harness, reference
@@ -122,14 +120,6 @@ def test_by_cost_if_nobody_is_left_the_policy_decides() -> None:
     first, last = r.add([1] * 8), r.add([2] * 40)
     first.num_preemptions = last.num_preemptions = 1
     assert r.choice.for_blocks(first, r.set) is last
-
-
-@pytest.mark.parametrize("mode", ["offload", "auto"])
-def test_modes_that_need_a_connector_are_refused(mode: str) -> None:
-    with pytest.raises(ConfigError, match=r"scheduler.preemption_mode: got '" + mode):
-        take_back_by(mode, BlockManager(4, BLOCK))
-    with pytest.raises(ConfigError, match="needs a KV connector"):
-        load({"scheduler": {"preemption_mode": mode}})
 
 
 @pytest.mark.parametrize("victim", ["policy", "cost"])
