@@ -26,6 +26,8 @@ from router.placement import least_tokens
 
 #: seconds between two kills, drawn evenly
 BETWEEN_S = (0.02, 0.5)
+#: what a lost replica sent last is read within that time
+_IN_SOCKETS_S = 0.2
 #: of kills: a second replica at the same moment
 DOUBLE_SHARE = 0.1
 
@@ -61,10 +63,15 @@ class Stream(msgspec.Struct):
         return found
 
     def pause_at(self, instant: float) -> float | None:
-        """Seconds from `instant` to its next event; None if it was not running then."""
+        """Seconds of the longest gap between two events that begins before, or soon after, `instant`: what the replica
+        had sent before may still be read then. None if the stream was not running.
+        """
         if not self.times or not self.times[0] <= instant <= self.times[-1]:
             return None
-        return next(at for at in self.times if at >= instant) - instant
+        gaps = zip(self.times, self.times[1:], strict=False)
+        return max(
+            (end - begin for begin, end in gaps if end >= instant and begin <= instant + _IN_SOCKETS_S), default=0.0
+        )
 
 
 class Load:
