@@ -115,6 +115,7 @@ class GenerateEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = RequestId(self._id_prefix + uuid.uuid4().hex)
         asked = _Asked(request_id, request_id_of(scope), self._edge.clock(), tenant_of(scope))
+        await self._edge.entrance.enter(asked.tenant)
         try:
             asked.header_ms = header_deadline_ms(scope["headers"])
             body = await self._read(scope, receive, asked.header_ms)
