@@ -14,11 +14,13 @@ import msgspec
 
 from benchmarks import servers
 from benchmarks.load import Answer, ask, percentiles
+from replica.fake_runner import CostModel
 from router.tenants import hashed
 
 VICTIM, AGGRESSOR = "key-of-the-small-one", "key-of-the-large-one"
 #: requests a second that one replica of eight places does (prompts of 20 to 60 tokens, outputs of 5 to 60)
 CAPACITY = 24.0
+NUM_SEATS = 8
 
 
 class FairOutcome(msgspec.Struct, frozen=True):
@@ -31,6 +33,15 @@ class FairOutcome(msgspec.Struct, frozen=True):
     num_refused: int
     #: of the small tenant's requests
     errors: list[str]
+
+
+def unavoidable_s() -> float:
+    """What a request may have to wait beside others whatever the order is: the step that runs when it comes, and what
+    other streams add to its own.
+    """
+    cost = CostModel()
+    of_stream = cost.per_token_s + cost.per_sequence_s
+    return cost.base_s + (2 * NUM_SEATS - 1) * of_stream
 
 
 async def _arrivals(url: str, model: str, key: str, per_s: float, span_s: float, seed: int) -> list[Answer]:
@@ -57,7 +68,7 @@ def measure(share: float, rounds: int, round_s: float, weight: float = 1.0) -> F
         path.write_text(
             f"small: {{keys: ['{hashed(VICTIM)}'], weight: {weight}}}\nlarge: {{keys: ['{hashed(AGGRESSOR)}']}}\n"
         )
-        shape = ("--runner", "fake", "--set", f"tenants.file={path}", "--set", "scheduler.max_num_seqs=8")
+        shape = ("--runner", "fake", "--set", f"tenants.file={path}", "--set", f"scheduler.max_num_seqs={NUM_SEATS}")
         with servers.shoal(Path(folder), *shape) as server:
             return asyncio.run(_measure(server, share * CAPACITY, rounds, round_s))
 

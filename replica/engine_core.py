@@ -8,7 +8,6 @@ virtual clock. Both run this code.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import chain
 
 from replica.admission import Admission, Refused
 from replica.block_hash import chain_packed, root_hash
@@ -16,7 +15,8 @@ from replica.block_manager import BlockManager
 from replica.cap_use import CapUse
 from replica.config import AdmissionConfig, EngineConfig, SchedulerConfig
 from replica.deadlines import Deadlines
-from replica.drain_forecast import DrainForecast, Room, rate_at_once
+from replica.drain_forecast import DrainForecast
+from replica.drain_rate import DrainRate
 from replica.grammar_gate import GrammarGate
 from replica.kv_side import KVSide
 from replica.kv_transfer import KVTransfer, TransferLimits
@@ -40,7 +40,7 @@ from replica.request_book import RequestBook, key_of
 from replica.router_output import RouterOutputs, add_columns, add_record
 from replica.scheduler import Scheduler
 from replica.sequence import Sequence
-from replica.shedding import Shedding
+from replica.shedding import Shedding, last_queued
 from replica.step import RunnerInfo, StepPlan, StepResult
 from replica.step_times import StepTimes
 
@@ -89,6 +89,7 @@ class EngineCore:
         self._ended: RouterOutputs = {}
         self._next_seq_id = 0
         self._forecast = DrainForecast()
+        self._drain_rate = DrainRate(self._forecast, self.scheduler, self.blocks)
         self._grammars = GrammarGate()
         self._num_refused = 0
         self._cap_use = CapUse()
@@ -311,27 +312,16 @@ class EngineCore:
             num_blocks=blocks.num_blocks,
             queue_cap=self._admission.cap,
             step=counters.steps,
-            drain_rate=self._drain_rate(now),
+            drain_rate=self._drain_rate.at(now),
             counters={
-                "prompt_tokens": counters.prompt_tokens,
-                "cached_prompt_tokens": counters.cached_prompt_tokens,
-                "scheduled_tokens": counters.scheduled_tokens,
-                "generation_tokens": counters.generation_tokens,
-                "preemptions": counters.preemptions,
-                "displaced": counters.displaced,
-                "recomputed_tokens": counters.recomputed_tokens,
-                "drafted_tokens": counters.drafted_tokens,
-                "accepted_tokens": counters.accepted_tokens,
+                **counters.told(),
                 "prefix_cache_queries": blocks.query_tokens,
                 "prefix_cache_hits": blocks.hit_tokens,
                 "evictions": blocks.num_evictions,
-                "admitted": counters.admitted,
                 "refused": self._num_refused,
                 "prefix_cache_resets": self._num_resets,
                 "waiting_for_grammar": len(scheduler.blocked) - (self.kv.num_wanting if self.kv else 0),
                 **self._cap_use.counters,
-                "queue_time_s": counters.queue_time_s,
-                "scheduled_sequences": counters.scheduled_sequences,
                 "model_s": self.step_times.model_s,
                 "scheduler_s": self.step_times.scheduler_s,
                 "between_steps_s": self.step_times.between_s,
@@ -340,12 +330,11 @@ class EngineCore:
                 **self.runner_counters,
                 **{f"leaks_{what}": count for what, count in self.num_leaks.items()},
                 **(self.kv.counters() if self.kv else {}),
-                **{f"finished_{reason.value}": count for reason, count in counters.finished.items()},
             },
             step_token_counts=counters.step_token_counts.copy(),
             step_sequence_counts=counters.step_sequence_counts.copy(),
             step_second_counts=self.step_times.counts.copy(),
-            last_queued=self._last_queued(),
+            last_queued=last_queued(scheduler.policy, (scheduler.queued, scheduler.blocked)),
             is_ready=self._admission.is_ready,
             takes_returning=self._admission.takes_returning,
             oldest_wait_s=scheduler.oldest_wait_s(now),
@@ -356,37 +345,6 @@ class EngineCore:
     def _note_cap_use(self, now: float) -> None:
         """In `submit` and `deal`, the only ones that take places, and where some become free."""
         self._cap_use.note(self.scheduler.num_queued, self._gate.num_permits, now)
-
-    def _drain_rate(self, now: float) -> float:
-        scheduler, forecast = self.scheduler, self._forecast
-        if forecast.is_fresh(scheduler.num_queued, now):
-            return forecast.rate
-        if not scheduler.num_queued:
-            return 0.0
-        queues, room = (scheduler.returning, scheduler.queued, scheduler.blocked), self._room()
-        num_running, num_tokens = len(scheduler.running), sum(queue.num_tokens for queue in queues)
-        if num_running + scheduler.num_waiting <= room.num_places and num_tokens <= room.num_free_tokens:
-            return rate_at_once(scheduler.num_queued, num_running, num_tokens, scheduler.pace)
-        forecast.make(scheduler.running, chain(*queues), scheduler.num_queued, room, scheduler.pace, now)
-        return forecast.rate
-
-    def _room(self) -> Room:
-        scheduler = self.scheduler
-        num_free = self.blocks.stats().num_free * self.blocks.block_size
-        num_prompt_tokens = scheduler.prompt_token_limit - len(scheduler.running)
-        return Room(scheduler.max_num_seqs, num_free, num_prompt_tokens, self.blocks.max_held_tokens)
-
-    def _last_queued(self) -> tuple[int, float] | None:
-        """Whose place a more urgent request might take."""
-        scheduler = self.scheduler
-        if not scheduler.policy.has_classes:
-            return None
-        last = max(
-            (s for queue in (scheduler.queued, scheduler.blocked) if (s := queue.last) is not None),
-            key=lambda s: s.queue_key,
-            default=None,
-        )
-        return None if last is None else (last.order_key[1], last.queue_key[1])
 
     def validate(self) -> None:
         """Check all invariants. Raises AssertionError."""

@@ -35,6 +35,24 @@ class SchedulerCounters(msgspec.Struct):
     queue_time_s: float = 0.0
     finished: dict[FinishReason, int] = msgspec.field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
+    def told(self) -> dict[str, float]:
+        """As routers are told them, by name; without those by bounds, and the steps."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_prompt_tokens": self.cached_prompt_tokens,
+            "scheduled_tokens": self.scheduled_tokens,
+            "generation_tokens": self.generation_tokens,
+            "preemptions": self.preemptions,
+            "displaced": self.displaced,
+            "recomputed_tokens": self.recomputed_tokens,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "admitted": self.admitted,
+            "queue_time_s": self.queue_time_s,
+            "scheduled_sequences": self.scheduled_sequences,
+            **{f"finished_{reason.value}": count for reason, count in self.finished.items()},
+        }
+
 
 class Progress(msgspec.Struct, frozen=True):
     """What a step changed for one sequence: a new token, the end, or both."""

@@ -2,9 +2,10 @@
 
 One step, in order (vLLM's v1 model with deliberate changes, marked *):
 1. Under a policy with classes, whose turn it is may take the place of less urgent running sequences*
-   (`replica/preemption.py`); one such sequence a step.
-2. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt. A chunk
-   can so never take the budget from a stream that is already talking.
+   (`replica/displacement.py`); one such sequence a step.
+2. Running sequences that lack one token (decodes) first*, then running sequences in the middle of their prompt, by
+   tenants' turns (`replica/running_work.py`)*. A chunk can so never take the budget from a stream that is already
+   talking.
 3. A running sequence that cannot get a block preempts one, which may be itself.
 4. If nothing was preempted for blocks: waiting sequences in the order of their turn (`replica/step_admission.py`).
    Admission reserves blocks for all known tokens*, so only decode growth can fail later; the watermark applies only
@@ -21,13 +22,11 @@ any time.
 from __future__ import annotations
 
 from bisect import bisect_left
-from itertools import chain
-
-import numpy as np
 
 from replica.accounts import MAX_ACCOUNTS, EndedSequences, Queue, account, oldest
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
+from replica.displacement import Displacement
 from replica.kv_transfer import KVTransfer, is_loading
 from replica.loaded_sequences import LoadedSequences
 from replica.messages import (
@@ -41,13 +40,13 @@ from replica.messages import (
 )
 from replica.order import OrderPolicy, QueueKey
 from replica.progress import Progress, SchedulerCounters, StepProgress
-from replica.running_set import Decodes, RunningSet
+from replica.running_set import RunningSet
+from replica.running_work import RunningWork
 from replica.sequence import Sequence, Status
 from replica.speculation import Drafter
 from replica.step import StepPlan, StepResult
 from replica.step_admission import note_no_room
 from replica.step_budget import StepBudget
-from replica.step_growth import StepGrowth
 from replica.step_intake import InStep, StepIntake
 from replica.step_pace import StepPace
 from replica.step_rules import StepRules
@@ -86,13 +85,27 @@ class Scheduler:
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
         self._loaded = LoadedSequences(transfer, self.running, self.counters)
-        self._growth = StepGrowth(blocks, self.running, transfer, self.preempt)
         self._in_step: InStep | None = None
         #: when `schedule` was called last
         self._planned_at: float | None = None
         self.pace = StepPace(config.tpot_target_ms / 1000)
         if transfer is not None:
             transfer.token_s = self._token_s
+        self._displacement = Displacement(
+            blocks, self.queued, self.running, self.ledger, self.counters, transfer, self.preempt
+        )
+        self._work = RunningWork(
+            blocks,
+            self.queued,
+            self.returning,
+            self.running,
+            self.ledger,
+            self.counters,
+            transfer,
+            self._loaded,
+            self.pace,
+            self.preempt,
+        )
         self._intake = StepIntake(blocks, self.running, self.counters, eos_token_ids, self._finish)
 
     @property
@@ -197,11 +210,14 @@ class Scheduler:
         rules, self._planned_at = self._rules, now
         self._most_running = max(rules.config.max_num_seqs, min(self._most_running, len(self.running)))
         budget = StepBudget(rules.max_batched, rules.lanes())
-        self._displace(now)
+        self._displacement.make_way(rules, now)
         num_preemptions, transfer = self.counters.preemptions, self._transfer
-        decodes, has_stalled = self._schedule_running(budget, now)
-        if self.counters.preemptions == num_preemptions and not has_stalled:
-            rules.admission.admit(budget, now)
+        decodes, has_stalled = self._work.plan_decodes(budget, rules, now)
+        may_admit = self.counters.preemptions == num_preemptions and not has_stalled
+        is_guests = self._work.plan_prompts(budget, rules, may_admit, now)
+        if may_admit:
+            if not is_guests:
+                rules.admission.admit(budget, now)
             rules.speculation.draft(decodes, budget, rules.admission.keep_free)
         elif (head := rules.admission.first()) is not None:
             note_no_room(head, WaitCause.BLOCKS, now)
@@ -302,71 +318,6 @@ class Scheduler:
         self._blocks.validate(everyone)
         if self._transfer is not None:
             self._transfer.validate()
-
-    def _schedule_running(self, budget: StepBudget, now: float) -> tuple[Decodes, bool]:
-        """Plans who runs. Returns the decodes among them, and whether somebody waits for copies to free a block."""
-        everyone, prefills = self.running.split()
-        prefills = self._loaded.ready(prefills, budget)
-        decodes = everyone.first(budget.tokens_left)
-        num_preemptions = self.counters.preemptions
-        new_blocks, stalled = self._growth.grow(decodes, prefills, budget.tokens_left, self._rules, now)
-        budget.tell_blocks(new_blocks)
-        if self.counters.preemptions != num_preemptions:
-            decodes = self.running.still(decodes)
-        self._loaded.introduce(budget)
-        if stalled:
-            decodes = decodes.only(~np.isin(decodes.rows, stalled))
-        if decodes:
-            budget.spend_decodes(decodes.seq_ids, self.running.num_computed[decodes.rows].tolist())
-            budget.limit(self.pace.limit(len(decodes), budget.tokens_left))
-        if budget.lanes.has_long_lane and self._has_short_prompt(prefills):
-            budget.lanes.share(budget.tokens_left)
-        is_chunked = self._rules.config.enable_chunked_prefill
-        for sequence in prefills:
-            if sequence.status is Status.RUNNING:
-                if not is_chunked and not budget.has_prefill:
-                    # it began while prompts were cut: as one that begins now, the first of a step gets all it wants
-                    budget.allow_whole(sequence.num_uncomputed_tokens)
-                budget.spend_prompt(sequence, self._blocks.room(sequence))
-        return decodes, bool(stalled)
-
-    def _has_short_prompt(self, prefills: list[Sequence]) -> bool:
-        """Some prompt that is not long wants tokens; waiting ones are judged by their length."""
-        threshold = self._rules.config.long_prefill_token_threshold
-        return any(s.num_uncomputed_tokens <= threshold for s in prefills) or any(
-            s.num_tokens <= threshold for s in chain(self.returning, self.queued)
-        )
-
-    def _displace(self, now: float) -> None:
-        """Whose turn it is may take the place of less urgent ones that run, or of a tenant's that has more than its
-        share.
-        """
-        rules, victims = self._rules, self._rules.victims
-        max_num_seqs, keep_free = rules.config.max_num_seqs, rules.admission.keep_free
-        if self._transfer is not None:
-            keep_free -= self._transfer.num_freeing  # some made way already, and their blocks are being stored
-        if rules.policy.has_classes and self.running and (urgent := rules.admission.first()) is not None:
-            self._make_way(urgent, victims.for_urgent(urgent, self.running, max_num_seqs, keep_free), now)
-        if self.running and self.queued and rules.seats.is_uneven(self.ledger.weights(self.queued)):
-            self.ledger.put_in_order(self.queued, self.running)
-            if (head := rules.admission.first()) is not None and head.status is Status.QUEUED:
-                self._make_way(head, victims.for_share(head, self.running, max_num_seqs, keep_free), now)
-
-    def _make_way(self, newcomer: Sequence, victims: list[Sequence], now: float) -> None:
-        if victims and self._has_lane(newcomer, victims):
-            for victim in victims:
-                self.preempt(victim, PreemptionCause.DISPLACED, now, newcomer)
-            self.counters.displaced += len(victims)
-
-    def _has_lane(self, urgent: Sequence, leaving: list[Sequence]) -> bool:
-        """Without one nobody need leave: `urgent` could not begin."""
-        lanes = self._rules.lanes()
-        if not lanes.is_open:
-            for sequence in self.running.split()[1]:
-                if sequence not in leaving:
-                    lanes.enter(sequence.num_uncomputed_tokens, 0)
-        num_uncached = urgent.num_tokens - self._blocks.num_hit_tokens(urgent)
-        return lanes.is_open or lanes.has_place(num_uncached, self._rules.max_batched)
 
     def _token_s(self) -> float:
         """Seconds of a prompt token when the whole step is for one prompt; 0: not measured."""

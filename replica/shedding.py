@@ -11,7 +11,7 @@ on tokens by itself is taken while nobody else is queued: else it would be refus
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from heapq import merge
 
 from replica.admission import Refused
@@ -131,3 +131,11 @@ class Shedding:
             seen.add(key)
             if siblings := self._requests.untouched(sequence):
                 yield siblings
+
+
+def last_queued(policy: OrderPolicy, queues: Iterable[WaitingQueue]) -> tuple[int, float] | None:
+    """Priority and standing of the least urgent one, whose place a more urgent request might take; None: nobody's."""
+    if not policy.has_classes:
+        return None
+    last = max((s for queue in queues if (s := queue.last) is not None), key=lambda s: s.queue_key, default=None)
+    return None if last is None else (last.order_key[1], last.queue_key[1])

@@ -167,8 +167,8 @@ class StepAdmission:
             yield sequence
             turns.skip()
 
-    def admit(self, budget: StepBudget, now: float) -> None:
-        """As many as places, tokens and blocks allow."""
+    def admit(self, budget: StepBudget, now: float, hosts: frozenset[str] = frozenset()) -> None:
+        """As many as places, tokens and blocks allow, until it is the turn of one of the tenants `hosts`."""
         if len(self._running) < self._config.max_num_seqs and budget.tokens_left:
             self._ledger.put_in_order(self._queued, self._running)
         turns = Turns(self._returning, self._queued, self._policy, self._seats)
@@ -177,7 +177,7 @@ class StepAdmission:
             if len(self._running) >= self._config.max_num_seqs:
                 note_no_room(sequence, WaitCause.SEATS, now)
                 return
-            if not budget.tokens_left:
+            if not budget.tokens_left or sequence.tenant in hosts:
                 note_no_room(sequence, WaitCause.BUDGET, now)
                 return
             verdict = self._try(sequence, budget, now)

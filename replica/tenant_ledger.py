@@ -20,7 +20,8 @@ be passed: up to `max_head_passes` more prompts of others. Who is put back for a
 (`replica/seat_shares.py`) pays nothing twice. The bound is one of a replica; over R replicas the sum is bounded by R
 times as much.
 
-Work-conserving: only the order changes, nobody is made to wait for a turn while there is room.
+Work-conserving: only the order changes, nobody is made to wait for a turn while there is room; but in a guest's step
+(`replica/running_work.py`), which is never empty, and never the next one as well.
 """
 
 from __future__ import annotations
@@ -55,6 +56,17 @@ class TenantLedger:
     def counters(self) -> dict[str, float]:
         """Service over weight, with what each was lifted; a copy."""
         return dict(self._counters)
+
+    def counter(self, tenant: str) -> float:
+        """Of one that runs or waits."""
+        return self._counters.get(tenant, self._level)
+
+    def hosts(self, guest: str, tenants: Iterable[str]) -> frozenset[str]:
+        """Of `tenants`, those that got so much more than `guest` that their prompts wait for its: by half of CREDIT.
+        Two tenants that both have more to do than they may are seldom so far apart.
+        """
+        most = self.counter(guest) + CREDIT / 2
+        return frozenset(tenant for tenant in tenants if tenant != guest and self.counter(tenant) >= most)
 
     def weights(self, queued: WaitingQueue) -> dict[str, float]:
         """Of the tenants that wait."""

@@ -17,46 +17,38 @@ from replica.messages import FINAL_REFUSALS, Ask, Grant, OrderKey, RefusalReason
 from router.ask_round import AskRound
 from router.door import Door
 from router.early_moves import EarlyMoves
-from router.eligibility import Eligibility
-from router.held_requests import HeldRequests
-from router.hold_times import HoldTimes
-from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
-from router.journal import ABORTED, FAILED, FINISHED, GIVEN_BACK, LOST, REFUSED, TAKEN_AWAY, Journal, grounds
-from router.last_word import last_word, retry_after_s
+from router.instructions import Instruction, Refuse, SendAbort
+from router.journal import ABORTED, FINISHED, GIVEN_BACK, LOST, TAKEN_AWAY
+from router.last_word import retry_after_s
 from router.live_settings import DispatcherConfig as DispatcherConfig
-from router.patience import Patience
 from router.placement import Policy
+from router.placing import Placing
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.tracked import State, Tracked
-from router.waiting import Waiting
 
 
 class Dispatcher:
     """Owns the views and the unfinished requests of one router. Knows no socket and no clock."""
 
     def __init__(self, config: DispatcherConfig, policy: Policy) -> None:
+        self._placing = placing = Placing(config, policy)
+        self.views = placing.views
+        self.journal = placing.journal
         self._config = config
-        self._policy = policy
-        self.views: dict[ReplicaId, ReplicaView] = {}
-        self._requests: dict[RequestId, Tracked] = {}
-        self._held = HeldRequests(config.priority_ageing_s)
-        self._eligibility = Eligibility(self._held)
-        self._waiting = Waiting(self._held, config.max_waiting)
+        self._requests, self._held = placing.requests, placing.held
+        self._eligibility, self._waiting = placing.eligibility, placing.waiting
+        self._patience, self._hold_times = placing.patience, placing.hold_times
         self._door = Door(config, self._held, self._eligibility, self._waiting)
-        self._patience = Patience(config)
-        self._hold_times = HoldTimes(self._patience)
         self._ask_round = AskRound(self._held, self._eligibility)
         self._early_moves = EarlyMoves()
-        #: what was decided, for `shoal why`; nothing is decided by it
-        self.journal = Journal()
 
     def configure(self, config: DispatcherConfig, policy: Policy) -> None:
         """Other rules from now on. Nobody is refused for it: who is held already keeps the time he was given, and above
         a lowered `max_held_requests` nobody more is held until enough have left.
         """
-        self._config = self._patience.config = self._door.config = config
+        self._config = self._placing.config = self._patience.config = self._door.config = config
         self._waiting.most = config.max_waiting
-        self._policy = policy
+        self._placing.policy = policy
         self._held.order_by(config.priority_ageing_s)
         self._hold_times.again(self._held)
         self._ask_round.all_again()
@@ -126,13 +118,13 @@ class Dispatcher:
         self.journal.open(request_id, now)
         self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
         if request.is_overdue(now):
-            return self._give_up(request, now)
+            return self._placing.give_up(request, now)
         verdict = self._door.admit(request, self.views.values(), now)
         if isinstance(verdict, Refuse):
-            return self._end_with(verdict, now)
-        instructions = [instruction for other in verdict for instruction in self._make_way(other, now)]
+            return self._placing.end_with(verdict, now)
+        instructions = [instruction for other in verdict for instruction in self._placing.make_way(other, now)]
         self._waiting.add(request)
-        return [*instructions, *self._place_or_hold(request, now)]
+        return [*instructions, *self._placing.place_or_hold(request, now)]
 
     def began(self, request_id: RequestId, index: int) -> None:
         """A sequence of the request has its first token, or its end. Idempotent."""
@@ -147,11 +139,11 @@ class Dispatcher:
 
     def finish(self, request_id: RequestId) -> None:
         """Its last sequence ended."""
-        self._forget(request_id, FINISHED)
+        self._placing.forget(request_id, FINISHED)
 
     def abort(self, request_id: RequestId, outcome: str = ABORTED) -> list[Instruction]:
         """The client is gone, or an error is its answer. Unknown requests are ignored: they ended in the meantime."""
-        request = self._forget(request_id, outcome)
+        request = self._placing.forget(request_id, outcome)
         if request is None or request.replica_id is None or request.replica_id not in self.views:
             return []
         return [SendAbort(request_id, request.replica_id)]
@@ -168,7 +160,7 @@ class Dispatcher:
         replica_id = request.replica_id
         assert replica_id is not None
         view = self.views[replica_id]
-        self._answered(request)
+        self._placing.answered(request)
         if refusal is None:
             self.journal.note(request_id, now, "accepted", replica=replica_id)
             request.state = State.ACCEPTED
@@ -178,14 +170,14 @@ class Dispatcher:
         request.replica_id = None
         self.journal.note(request_id, now, "refused by the replica", replica=replica_id, reason=refusal, why=message)
         if refusal in FINAL_REFUSALS and not request.has_begun:
-            return [*self._end_with(Refuse(request_id, refusal, 0.0, message), now), *self._offer(view, now)]
+            return [*self._placing.end_with(Refuse(request_id, refusal, 0.0, message), now), *self._offer(view, now)]
         if refusal is RefusalReason.DRAINING:
             view.is_draining = True
         request.was_shed |= refusal is RefusalReason.SHED
         self._eligibility.refused(request, view, refusal)
         # who has begun somewhere has time to find another place, also if this one closed its door just now
         # those behind it waited for this answer
-        return [*self._place_or_hold(request, now, request.is_returning), *self._offer(view, now)]
+        return [*self._placing.place_or_hold(request, now, request.is_returning), *self._offer(view, now)]
 
     def on_shed(self, request_id: RequestId, now: float) -> list[Instruction]:
         """It had not begun, and its replica gave its place to a more urgent one: perhaps another one has room."""
@@ -198,7 +190,7 @@ class Dispatcher:
         self.journal.note(request_id, now, "shed by the replica", replica=request.replica_id)
         request.replica_id = None
         request.was_shed = True
-        return self._place_or_hold(request, now)
+        return self._placing.place_or_hold(request, now)
 
     def on_load(self, replica_id: ReplicaId, load: ReplicaLoad, now: float) -> list[Instruction]:
         """Fresh figures of a replica; held requests get a new chance there, in their order, as far as the room goes.
@@ -222,7 +214,7 @@ class Dispatcher:
         self.journal.note(request_id, now, GIVEN_BACK, replica=request.replica_id)
         request.replica_id = None
         request.is_returning = True
-        return self._place_or_hold(request, now, is_replaced=True)
+        return self._placing.place_or_hold(request, now, is_replaced=True)
 
     def on_failed(self, request_id: RequestId, now: float) -> list[Instruction]:
         """The replica lives but its step failed: as a loss of this request alone, and not there again without news."""
@@ -288,7 +280,7 @@ class Dispatcher:
         is_vain = self._patience.is_stopping and not any(view.may_take_back(now) for view in self.views.values())
         self._ask_round.all_again()
         for request in self._held if is_vain else self._hold_times.due(now):
-            instructions += self._give_up(request, now)
+            instructions += self._placing.give_up(request, now)
         for view in self.views.values():
             silence = now - view.load_at
             if view.is_connected and silence > MAX_SILENCE_S:
@@ -297,47 +289,9 @@ class Dispatcher:
 
     def validate(self) -> None:
         """Raises AssertionError if the books do not agree."""
-        for request in self._requests.values():
-            assert (request.state is State.HELD) == (request in self._held), f"{request.request_id}: held or not?"
-            assert (request.replica_id is None) == (request.state is State.HELD), (
-                f"{request.request_id}: placed or not?"
-            )
-        self._held.validate()
-        self._waiting.validate()
-        self._hold_times.validate(self._held)
-        for view in self.views.values():
-            view.validate(
-                r for r in self._requests.values() if r.state is State.SENT and r.replica_id == view.replica_id
-            )
+        self._placing.validate()
 
     # ---- inside ----
-
-    def _make_way(self, request: Tracked, now: float) -> list[Instruction]:
-        """Nothing of it has begun, and another one takes its place."""
-        replica_id, request.was_shed = request.replica_id, True
-        told: list[Instruction] = [] if replica_id is None else [SendAbort(request.request_id, replica_id)]
-        return [*told, *self._give_up(request, now)]
-
-    def _place_or_hold(self, request: Tracked, now: float, is_replaced: bool = False) -> list[Instruction]:
-        if request.is_overdue(now):
-            return self._give_up(request, now)
-        view = self._eligibility.choose(request, self.views.values(), self._policy, now)
-        if view is not None:
-            return [self._send(request, view, now)]
-        instructions: list[Instruction] = []
-        if request not in self._held:
-            if len(self._held) >= self._config.max_held_requests and not request.is_returning:
-                weaker = self._held.weaker_than(request.order_key, request.tenant, request.tenant_weight)
-                if weaker is None:
-                    return self._give_up(request, now)
-                instructions = self._make_way(weaker, now)
-            request.state = State.HELD
-            self._held.push(request)
-            self._note_grounds(request, now, "held")
-        self._patience.begin(request, now, is_replaced)
-        if (ends_at := self._hold_times.add(request)) is not None and ends_at <= now:
-            instructions += self._give_up(request, now)
-        return instructions
 
     def _offer(self, view: ReplicaView, now: float) -> list[Instruction]:
         """A replica has news: it takes held requests, the most urgent first, while it has room or they may push."""
@@ -358,30 +312,30 @@ class Dispatcher:
                     draw.close()  # so are all of its tenant that follow; the answer on its way brings them back here
                     continue
             if self._eligibility.may_send(request, view):
-                instructions.append(self._send(request, view, now))
+                instructions.append(self._placing.send(request, view, now))
         return instructions
 
     def _move_early(self, now: float) -> list[Instruction]:
         """Not counted as losses."""
         instructions: list[Instruction] = []
         for request, target in self._early_moves.due(
-            self._requests.values(), self.views.values(), self._config, self._policy, now
+            self._requests.values(), self.views.values(), self._config, self._placing.policy, now
         ):
             assert request.replica_id is not None
             self.journal.note(request.request_id, now, TAKEN_AWAY, replica=request.replica_id)
             instructions.append(SendAbort(request.request_id, request.replica_id))
             request.is_returning, request.is_moving = True, request.has_begun
-            instructions.append(self._send(request, target, now))
+            instructions.append(self._placing.send(request, target, now))
         return instructions
 
     def _lose(self, request: Tracked, now: float) -> list[Instruction]:
-        self._answered(request)
+        self._placing.answered(request)
         self.journal.note(request.request_id, now, LOST, replica=request.replica_id)
         request.replica_id = None
         request.num_losses += 1
         if request.num_losses >= self._config.max_losses:
-            return self._give_up(request, now)
-        return self._place_or_hold(request, now, is_replaced=True)
+            return self._placing.give_up(request, now)
+        return self._placing.place_or_hold(request, now, is_replaced=True)
 
     def _leave_silent(self, view: ReplicaView, is_given_up: bool, now: float) -> list[Instruction]:
         """Take back what a silent replica has not answered, and after a while also what it works on. It may wake up
@@ -394,42 +348,3 @@ class Dispatcher:
                 instructions.append(SendAbort(request.request_id, view.replica_id))
                 instructions += self._lose(request, now)
         return instructions
-
-    def _send(self, request: Tracked, view: ReplicaView, now: float) -> Dispatch:
-        self._note_grounds(request, now, "placed", replica=view.replica_id)
-        self._held.discard(request)
-        self._hold_times.remove(request)
-        request.state = State.SENT
-        request.replica_id = view.replica_id
-        request.epoch += 1
-        permit = None if request.is_returning else view.permits.spend(request.tenant, request.num_sequences)
-        view.sent(request.num_sequences, request.num_tokens)
-        return Dispatch(request.request_id, view.replica_id, request.epoch, request.is_returning, permit)
-
-    def _answered(self, request: Tracked) -> None:
-        view = self.views.get(request.replica_id) if request.replica_id is not None else None
-        if view is not None and request.state is State.SENT:
-            view.answered(request.num_sequences, request.num_tokens)
-
-    def _note_grounds(self, request: Tracked, now: float, what: str, **detail: str) -> None:
-        seen = grounds(self.views.values(), request.tried, request.num_sequences, now)
-        self.journal.note(request.request_id, now, what, **detail, attempt=request.epoch + 1, replicas=seen)
-
-    def _end_with(self, word: Refuse | Fail, now: float) -> list[Instruction]:
-        self.journal.note(word.request_id, now, "ended by the router", why=word.message)
-        self._forget(word.request_id, REFUSED if isinstance(word, Refuse) else FAILED)
-        return [word]
-
-    def _give_up(self, request: Tracked, now: float) -> list[Instruction]:
-        word = last_word(request, self.views.values(), self._config.max_losses, now, self._patience.is_stopping)
-        return self._end_with(word, now)
-
-    def _forget(self, request_id: RequestId, outcome: str) -> Tracked | None:
-        self.journal.end(request_id, outcome)
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            self._answered(request)
-            self._held.discard(request)
-            self._waiting.discard(request)
-            self._hold_times.remove(request)
-        return request

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope
 
 from router.app_settings import AppSettings
 from router.backend import Backend
+from router.entrance import Entrance
 from router.http_metrics import HttpMetrics
 from router.prepare import TextCodec
 from router.request_body import Body, BodyLimits, read_body
@@ -66,6 +67,7 @@ class Edge:
         self.threads = ThreadPoolExecutor(
             settings.num_tokenizer_threads, thread_name_prefix="tokenizer", initializer=_yield_to_the_loop
         )
+        self.entrance = Entrance()
         self._turns = asyncio.Semaphore(settings.num_tokenizer_threads)
 
     def look_at_priorities(self, policy: str) -> None:

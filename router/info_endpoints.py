@@ -12,7 +12,8 @@ from replica.errors import InvalidRequestError, NoReplicaError
 from router.edge import Edge
 from router.http_errors import HttpError
 from router.openai_api import parse_detokenize, parse_tokenize
-from router.prepare import check_vocabulary, model_name, render_chat
+from router.prepare import model_name, render_chat
+from router.prompt_limits import check_vocabulary
 from router.sentences import short
 
 _encode = msgspec.json.Encoder().encode

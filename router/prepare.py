@@ -14,12 +14,21 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from replica.errors import InvalidRequestError, NeverFitsError, UnknownModelError, UnsupportedValueError
-from replica.messages import MAX_MESSAGE_BYTES, GenerateRequest, RequestId, SamplingParams, SequenceInput
+from replica.errors import InvalidRequestError, UnknownModelError, UnsupportedValueError
+from replica.messages import GenerateRequest, RequestId, SequenceInput
 from router.app_settings import AppSettings
 from router.detokenizer import Detokenizer
 from router.message_parts import ReplyPlan
 from router.openai_api import ChatOrCompletion, ChatRequest, CompletionRequest, TokenizeRequest
+from router.prompt_limits import (
+    asked_max_tokens,
+    check_length,
+    check_logprobs,
+    check_message_size,
+    check_vocabulary,
+    clip,
+    truncated,
+)
 from router.sampling import num_prompt_logprobs, resolved, sequence_seed
 from router.sentences import short
 from router.structured import Constraint, ReasonAgainst, check_grammar, grammar_of, reason_against
@@ -27,10 +36,6 @@ from router.tool_plan import TemplateFacts, ToolPlan, ToolRequest, plan_tools
 
 #: tokenizing so many bad words (twice each, with and without a space) takes about 1 ms
 MAX_BAD_WORDS_ON_LOOP = 16
-#: of a token id on the wire, at most
-_BYTES_PER_ID = 5
-#: most logprobs of prompts, and of outputs, in one answer: about 64 bytes of JSON each
-MAX_LOGPROBS = 1 << 20
 
 
 class ChatRenderer(Protocol):
@@ -139,7 +144,7 @@ def check_request(request: ChatOrCompletion, settings: AppSettings) -> int:
             f"allowed: at most {settings.max_sequences}.",
             "n",
         )
-    limit, field = _asked_max_tokens(request)
+    limit, field = asked_max_tokens(request)
     if limit is not None and limit > settings.max_model_len:
         raise InvalidRequestError(
             f"{field} is {limit}, above the model's context of {settings.max_model_len} tokens; allowed: at most that.",
@@ -164,36 +169,8 @@ def check_request(request: ChatOrCompletion, settings: AppSettings) -> int:
             if isinstance(prompt, list):
                 check_vocabulary(prompt, settings.vocab_size, "prompt")
                 if request.truncate_prompt_tokens is None:
-                    _check_length(len(prompt), settings.max_model_len, "prompt")
+                    check_length(len(prompt), settings.max_model_len, "prompt")
     return num_sequences
-
-
-def check_vocabulary(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Raises `InvalidRequestError` naming the first id that is no token."""
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
-        wrong = next(token_id for token_id in token_ids if not 0 <= token_id < vocab_size)
-        raise InvalidRequestError(
-            f"{param} holds the token id {short(wrong)}, which is out of vocabulary; allowed: 0 to {vocab_size - 1}.",
-            param,
-        )
-
-
-def _check_length(num_tokens: int, max_model_len: int, param: str, at_least: bool = False) -> None:
-    if num_tokens >= max_model_len:
-        raise NeverFitsError(
-            f"The prompt has {'at least ' if at_least else ''}{num_tokens} tokens, "
-            # litellm knows an overflow by these words of OpenAI's: "this model's maximum context length is"
-            f"but this model's maximum context length is {max_model_len} tokens "
-            f"and the output needs at least 1 of them.",
-            param,
-        )
-
-
-def _asked_max_tokens(request: ChatOrCompletion) -> tuple[int | None, str]:
-    """The newer field wins (A-13)."""
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens, "max_completion_tokens"
-    return request.max_tokens, "max_tokens"
 
 
 def needs_thread(request: ChatOrCompletion) -> bool:
@@ -231,11 +208,11 @@ def prepare(
         prompts = _chat_prompts(request, settings, codec, against)
     else:
         prompts = _completion_prompts(request, settings, codec, against)
-    limits = [_clip(request, len(prompt), settings) for prompt in prompts.token_ids]
+    limits = [clip(request, len(prompt), settings) for prompt in prompts.token_ids]
     drops_output = request.max_tokens == 0 and num_prompt_logprobs(request) is not None
     common = resolved(request, settings, codec.encode, prompts.grammar)
-    _check_message_size(request, prompts.token_ids, common)
-    _check_logprobs(request, prompts.token_ids, limits, common)
+    check_message_size(request, prompts.token_ids, common)
+    check_logprobs(request, prompts.token_ids, limits, common)
     sequences = []
     for position, prompt in enumerate(prompts.token_ids):
         limit = 1 if drops_output else limits[position]
@@ -268,39 +245,6 @@ def prepare(
         drops_output=drops_output,
         shows_special_tokens=plan is not None and plan.shows_special_tokens,
     )
-
-
-def _check_message_size(request: ChatOrCompletion, prompts: list[list[int]], sampling: SamplingParams) -> None:
-    """A replica gets everything once for each sequence, in one message. Raises `InvalidRequestError`."""
-    num_ids = len(sampling.allowed_token_ids) + sum(map(len, sampling.bad_words)) + 3 * len(sampling.logit_bias)
-    each = 256 + len(sampling.grammar.encode()) + _BYTES_PER_ID * num_ids
-    num_bytes = request.n * (each * len(prompts) + _BYTES_PER_ID * sum(map(len, prompts)))
-    if num_bytes > MAX_MESSAGE_BYTES // 2:
-        raise InvalidRequestError(
-            f"The request is about {num_bytes >> 20} MiB for a replica, with prompt, grammar and token ids repeated "
-            f"for each of {request.n * len(prompts)} sequences; allowed: {MAX_MESSAGE_BYTES >> 21} MiB. Ask for fewer.",
-            "n" if request.n > 1 else "prompt",
-        )
-
-
-def _check_logprobs(
-    request: ChatOrCompletion, prompts: list[list[int]], limits: list[int], sampling: SamplingParams
-) -> None:
-    """A whole answer is kept until it is sent, at about 1.5 KB for a token with 20 alternatives, so a short request
-    could ask for gigabytes. Raises `InvalidRequestError`.
-    """
-    for num_top, lengths, what in (
-        (sampling.num_prompt_logprobs, map(len, prompts), "prompts"),
-        (sampling.num_logprobs, limits, "outputs"),
-    ):
-        num_told = 0 if num_top is None else request.n * sum(lengths) * (num_top + 1)
-        if num_told > MAX_LOGPROBS:
-            by_prompt_logprobs = what == "prompts" and request.prompt_logprobs is not None
-            raise InvalidRequestError(
-                f"The request asks for up to {num_told} logprobs of {what} (tokens x n x alternatives); "
-                f"allowed: {MAX_LOGPROBS}.",
-                "prompt_logprobs" if by_prompt_logprobs else "logprobs",
-            )
 
 
 def plan_chat(request: ChatRequest | TokenizeRequest, codec: TextCodec, grammar: str = "") -> tuple[str, ToolPlan]:
@@ -363,8 +307,8 @@ def _completion_prompts(
         if isinstance(prompt, str):
             token_ids = _encode_prompt(prompt, request, codec, settings, "prompt")
         else:
-            token_ids = _truncated(prompt, request, settings)
-            _check_length(len(token_ids), settings.max_model_len, "prompt")
+            token_ids = truncated(prompt, request, settings)
+            check_length(len(token_ids), settings.max_model_len, "prompt")
         prompts.append(token_ids)
         if request.echo:
             is_whole = isinstance(prompt, str) and request.truncate_prompt_tokens is None
@@ -382,28 +326,9 @@ def _encode_prompt(
     longest, may_be_cut = codec.max_bytes_per_token, request.truncate_prompt_tokens is not None
     if longest and not may_be_cut and len(text) >= settings.max_model_len:  # cheap: no token is less than a byte
         least = -(-len(text.encode("utf-8")) // longest)
-        _check_length(least, settings.max_model_len, param, at_least=True)
-    token_ids = _truncated(codec.encode(text, request.add_special_tokens), request, settings)
+        check_length(least, settings.max_model_len, param, at_least=True)
+    token_ids = truncated(codec.encode(text, request.add_special_tokens), request, settings)
     if not token_ids:
         raise InvalidRequestError(f"{param} has no tokens; allowed: at least one.", param)
-    _check_length(len(token_ids), settings.max_model_len, param)
+    check_length(len(token_ids), settings.max_model_len, param)
     return token_ids
-
-
-def _truncated(token_ids: list[int], request: ChatOrCompletion, settings: AppSettings) -> list[int]:
-    """The end of a prompt, as `truncate_prompt_tokens` says. -1 leaves room for the output that was asked for."""
-    keep = request.truncate_prompt_tokens
-    if keep == -1:
-        asked, _ = _asked_max_tokens(request)
-        if asked is None:
-            asked = 1 if isinstance(request, ChatRequest) else settings.default_max_tokens
-        keep = max(1, settings.max_model_len - max(1, asked))
-    return token_ids if keep is None else token_ids[-keep:]
-
-
-def _clip(request: ChatOrCompletion, num_prompt_tokens: int, settings: AppSettings) -> int:
-    left = settings.max_model_len - num_prompt_tokens
-    limit, _ = _asked_max_tokens(request)
-    if limit is None:
-        limit = left if isinstance(request, ChatRequest) else max(settings.default_max_tokens, request.min_tokens)
-    return min(limit, left)

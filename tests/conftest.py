@@ -11,10 +11,12 @@ from hypothesis import HealthCheck, settings
 ROOT = Path(__file__).resolve().parent.parent
 
 # ci: the same examples in every run and no verdict that depends on how busy the machine is.
+# long: as many as each test has in its long form (`tests/property/lengths.py`); `scripts/soak` runs them.
 # explore: fresh random examples, for hunting by hand: HYPOTHESIS_PROFILE=explore make test TIERS=unit
 settings.register_profile(
     "ci", derandomize=True, deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
+settings.register_profile("long", settings.get_profile("ci"), max_examples=300)
 settings.register_profile(
     "explore", max_examples=1000, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )

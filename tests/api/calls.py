@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import gc
 import resource
@@ -117,6 +118,37 @@ def watched_health(api: ApiUnderTest) -> Iterator[list[float]]:
     finally:
         stop.set()
         thread.join(30)
+
+
+def cpu_timed(call: Callable[[], T]) -> tuple[T, float]:
+    """What `call` gives, and the seconds of CPU that this process used meanwhile, server and client: as many on a busy
+    machine.
+    """
+    started = time.process_time()
+    result = call()
+    return result, time.process_time() - started
+
+
+@contextmanager
+def watched_loop(api: ApiUnderTest) -> Iterator[list[float]]:
+    """Seconds of CPU of each callback of the server's event loop: how long the longest one keeps all others waiting."""
+    seconds: list[float] = []
+    handles: Any = asyncio.Handle
+    loop, run = api.peek(asyncio.get_running_loop), handles._run
+
+    def timed_run(handle: Any) -> None:
+        if handle._loop is not loop:
+            run(handle)
+            return
+        started = time.thread_time()
+        run(handle)
+        seconds.append(time.thread_time() - started)
+
+    handles._run = timed_run
+    try:
+        yield seconds
+    finally:
+        handles._run = run
 
 
 def resident_mib() -> float:

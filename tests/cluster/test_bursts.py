@@ -36,7 +36,7 @@ async def test_idle_replicas_take_a_burst_of_all_places_in_queues_and_batches_wh
         assert backend.dispatcher.num_held == 0
         for replica in c.replicas:
             assert replica.engine.core.load(0.0).counters["max_queued"] == CAP
-        backend.dispatcher.configure(DispatcherConfig(admission_wait_s=0.0), backend.dispatcher._policy)
+        backend.dispatcher.configure(DispatcherConfig(admission_wait_s=0.0), backend.dispatcher._placing.policy)
         with pytest.raises(QueueFullError):
             await backend.generate(request("one more", [9], 2))
         for replica in c.replicas:

@@ -14,6 +14,7 @@ from replica.block_hash import root_hash
 from replica.block_manager import BlockManager
 from replica.messages import RequestId, RouterId, SamplingParams
 from replica.sequence import Sequence
+from tests.property.lengths import examples
 
 BLOCK = 4
 NUM_BLOCKS = 12
@@ -143,4 +144,4 @@ class BlockMachine(RuleBasedStateMachine):
 
 
 TestBlockMachine = BlockMachine.TestCase
-TestBlockMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestBlockMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

@@ -13,6 +13,7 @@ from router.dispatcher import Dispatcher, DispatcherConfig
 from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
 from router.placement import least_tokens
 from router.replica_view import MAX_SILENCE_S, ReplicaView
+from tests.property.lengths import examples
 
 REPLICAS = [ReplicaId("x"), ReplicaId("y"), ReplicaId("z")]
 CAP = 3
@@ -279,4 +280,4 @@ class DispatcherMachine(RuleBasedStateMachine):
 
 
 TestDispatcherMachine = DispatcherMachine.TestCase
-TestDispatcherMachine.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+TestDispatcherMachine.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)

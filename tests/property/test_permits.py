@@ -14,6 +14,7 @@ from replica.messages import Ask, Grant, Permit, RouterId, Wish
 from replica.permits import LEASE_S, PermitDesk
 from replica.places import Places
 from router.permit_stock import ASK_AGAIN_S, PermitStock
+from tests.property.lengths import examples
 
 ROUTERS = [RouterId("r0"), RouterId("r1"), RouterId("r2")]
 CAP = 4
@@ -145,4 +146,4 @@ class PermitMachine(RuleBasedStateMachine):
 
 
 TestPermitMachine = PermitMachine.TestCase
-TestPermitMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestPermitMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

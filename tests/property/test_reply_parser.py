@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 
 from router.message_parts import MessageDelta, MessageParser, ReplyPlan, ToolFormat
 from router.reply_parser import make_parser
+from tests.property.lengths import examples
 
 NAMES = ("f", "get_weather")
 FORMATS: tuple[ToolFormat, ...] = ("hermes", "llama3_json")
@@ -69,7 +70,7 @@ def pieces_of(text: str, cuts: list[int]) -> list[str]:
 CUTS = st.lists(st.integers(0, 10_000), max_size=6)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(PLANS, TEXTS, CUTS, st.booleans())
 @example(ReplyPlan("llama3_json", NAMES), '{"name": "f", "arguments": {<tool_call>', [], True)
 @example(ReplyPlan("hermes", NAMES), '<tool_call>{"arguments": {"a": 1}, "name": "f"x', [], True)
@@ -87,7 +88,7 @@ def is_within(part: str, text: str) -> bool:
     return all(char in rest for char in part)
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(PLANS, TEXTS)
 def test_nothing_is_lost_and_no_call_is_made_up(plan: ReplyPlan, text: str) -> None:
     parser = reader(plan, streams=False)
@@ -107,7 +108,7 @@ def test_nothing_is_lost_and_no_call_is_made_up(plan: ReplyPlan, text: str) -> N
         assert content == text or (lost_breaks and not text.strip("\n"))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(PLANS, TEXTS)
 def test_a_call_that_is_cut_off_is_told_alike_in_both_forms(plan: ReplyPlan, text: str) -> None:
     """Not so a call that breaks in the middle: its beginning was streamed before anybody could know."""
@@ -118,7 +119,7 @@ def test_a_call_that_is_cut_off_is_told_alike_in_both_forms(plan: ReplyPlan, tex
         assert list(results[0][2].values())[-1][1:] == list(results[1][2].values())[-1][1:]
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(PLANS, TEXTS)
 def test_a_stream_shows_the_same_content_and_the_same_whole_calls(plan: ReplyPlan, text: str) -> None:
     streaming, whole = reader(plan), reader(plan, streams=False)

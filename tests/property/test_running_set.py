@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from replica.messages import FinishReason, RequestId, RouterId, SamplingParams
 from replica.running_set import RunningSet
 from replica.sequence import Sequence
+from tests.property.lengths import examples
 
 BLOCK = 4
 ROUTERS = [RouterId(name) for name in ("a", "b", "c")]
@@ -157,4 +158,4 @@ class RunningSetMachine(RuleBasedStateMachine):
 
 
 TestRunningSetMachine = RunningSetMachine.TestCase
-TestRunningSetMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRunningSetMachine.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

@@ -33,6 +33,7 @@ from replica.sequence import Sequence, Status
 from replica.step import StepPlan
 from router.sequence_names import SequenceNames
 from tests.property.engine_client import BLOCK, CAP, KNOBS, REPLICA, ROUTERS, VOCAB, Client, scheduler_config
+from tests.property.lengths import examples
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -395,4 +396,4 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
+TestEngineMachine.settings = settings(max_examples=examples(150), stateful_step_count=50, deadline=None)

@@ -12,6 +12,7 @@ from replica.errors import TenantConcurrencyError, TenantTokensError
 from router.tenant_desk import TenantDesk
 from router.tenant_limits import Visit
 from router.tenants import Tenant
+from tests.property.lengths import examples
 
 #: (what, which, number of tokens, seconds until then)
 _EVENTS = st.lists(
@@ -25,7 +26,7 @@ _EVENTS = st.lists(
 )
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(events=_EVENTS, limit=st.integers(1, 6), num_routers=st.integers(1, 3))
 def test_places_are_counted_and_none_is_lost(
     events: list[tuple[str, int, int, float]], limit: int, num_routers: int
@@ -73,7 +74,7 @@ def test_places_are_counted_and_none_is_lost(
     assert figures is None or figures.num_running == 0
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     arrivals=st.lists(st.tuples(st.floats(0, 30), st.integers(1, 150), st.integers(0, 150)), min_size=1, max_size=40),
     per_minute=st.integers(50, 1000),

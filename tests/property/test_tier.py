@@ -18,6 +18,7 @@ from replica.kv_messages import ArenaPlace, FromConnector, ToConnector
 from replica.kv_transfer import TransferLimits
 from replica.step import Arena, StepPlan
 from tests.property.engine_client import BLOCK, ROUTERS, VOCAB
+from tests.property.lengths import examples
 from tests.property.test_scheduler import EngineMachine
 from tests.unit.tier_harness import LEASE_S, FakeConnector
 
@@ -216,4 +217,4 @@ class TierMachine(EngineMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=25, stateful_step_count=50, deadline=None)
+TestTierMachine.settings = settings(max_examples=examples(25), stateful_step_count=50, deadline=None)

@@ -15,6 +15,7 @@ from router.app import create_app
 from router.backend import TokenEvent
 from router.chat_template import ChatTemplate
 from router.tokenizer import Tokenizer
+from tests.property.lengths import examples
 from tests.unit import http_fakes
 from tests.unit.http_fakes import (
     EOS,
@@ -373,7 +374,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ANSWERS = [TEXT, "a🦙b 삼겹살", f"<think>one\n</think>{CALL}two {CALL}three", f" one {CALL[:30]}"]
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(
     st.sampled_from(BODIES),
     st.sampled_from(ANSWERS),
