@@ -14,9 +14,11 @@ from collections.abc import Callable
 import msgspec
 
 from replica.block_manager import BlockManager
+from replica.block_offers import Offer, offer_of
 from replica.copy_line import CopyBatch, CopyJob, CopyLine
 from replica.kv_loads import BlockLoads, Load, LoadState
 from replica.kv_messages import (
+    NO_ARENA,
     Acquire,
     Acquired,
     ArenaPlace,
@@ -119,6 +121,9 @@ class KVTransfer:
         self._stores.forget_connector()
         for job in self._line.drop_unsent():
             self._take(job, ok=False)
+        self._line.use(
+            NO_ARENA
+        )  # its memory stays as long as somebody has it mapped; and a rank's open door keeps us out
         return waiting
 
     def receive(self, message: FromConnector, now: float) -> list[Sequence]:
@@ -207,7 +212,8 @@ class KVTransfer:
             # nothing; a lease costs nothing
             first, hashes = 0, sequence.block_hashes[:first] + hashes
         load = self._loads.ask(sequence, first, hashes, now)
-        self._outbox.append(Acquire(load.lease_id, hashes, self._limits.load_wait_s))
+        before = sequence.block_hashes[first - 1] if first else b""
+        self._outbox.append(Acquire(load.lease_id, hashes, self._limits.load_wait_s, first=first, before=before))
         return True
 
     def begin(self, sequence: Sequence) -> bool:
@@ -259,7 +265,9 @@ class KVTransfer:
             return None
         blocks = self._kept(sequence)
         known = self._known or ()
-        num_missing = sum(h not in known and not self._stores.is_under_way(h) for h, _ in blocks)
+        num_missing = sum(
+            one.block_hash not in known and not self._stores.is_under_way(one.block_hash) for one in blocks
+        )
         num_loaded = max(0, len(blocks) - num_shared // self._blocks.block_size)
         lost = max(0, sequence.num_computed_tokens - num_shared)
         rest = lost - num_loaded * self._blocks.block_size
@@ -384,10 +392,9 @@ class KVTransfer:
         first = len(self._blocks.find_prefix(sequence))
         return first, sequence.block_hashes[first : (sequence.num_tokens - 1) // self._blocks.block_size]
 
-    def _kept(self, sequence: Sequence) -> list[tuple[bytes, int]]:
+    def _kept(self, sequence: Sequence) -> list[Offer]:
         """Its blocks that are full and computed."""
-        count = sequence.num_blocks_committed
-        return list(zip(sequence.block_hashes[:count], sequence.block_ids[:count], strict=True))
+        return [offer_of(sequence, position) for position in range(sequence.num_blocks_committed)]
 
     def _is_worth_it(self, num_blocks: int, num_before: int) -> bool:
         """By what was measured, copies are faster than the model, with so many that come before."""
