@@ -11,6 +11,7 @@ from pathlib import Path
 from cluster.kv_connector.config import KVCacheConfig
 from cluster.kv_connector.connector import Connector
 from replica.arena_client import open_arena
+from replica.arena_map import round_slot
 from replica.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner, expected_output
@@ -26,7 +27,6 @@ from replica.step import ModelRunner
 BLOCK = 4
 #: of the fake runner: 8 bytes a token
 SPACE = KVSpace("fake", BLOCK, 8 * BLOCK, 1, KV_LAYOUT)
-SLOT_BYTES = 4096
 _numbers = itertools.count()
 
 
@@ -44,13 +44,20 @@ class Door:
 
 @asynccontextmanager
 async def node(
-    num_slots: int = 128, *, folder: Path | None = None, num_disk_slots: int = 0, name: str = "node", **knobs: object
+    num_slots: int = 128,
+    *,
+    space: KVSpace = SPACE,
+    folder: Path | None = None,
+    num_disk_slots: int = 0,
+    name: str = "node",
+    **knobs: object,
 ) -> AsyncIterator[Connector]:
     """A connector, validated at its end."""
+    gib = round_slot(space.block_bytes) / GIB
     config = KVCacheConfig.model_validate(
-        {"host_tier_gib": num_slots * SLOT_BYTES / GIB, "disk_tier_gib": num_disk_slots * SLOT_BYTES / GIB, **knobs}
+        {"host_tier_gib": num_slots * gib, "disk_tier_gib": num_disk_slots * gib, **knobs}
     )
-    one = await Connector.open(config, SPACE, KVPeer(name, f"i{next(_numbers)}"), folder)
+    one = await Connector.open(config, space, KVPeer(name, f"i{next(_numbers)}"), folder)
     try:
         yield one
         one.core.validate()
@@ -61,12 +68,7 @@ async def node(
 
 @asynccontextmanager
 async def engine(
-    find: Connector | Door,
-    name: str,
-    *,
-    runner: ModelRunner | None = None,
-    load_wait_s: float = 5.0,
-    num_blocks: int = 64,
+    find: Connector | Door, name: str, *, runner: ModelRunner | None = None, num_blocks: int = 64, **scheduler: object
 ) -> AsyncIterator[Engine]:
     """An engine over a fake runner, beside a connector. Connected when it is given out."""
     if isinstance(find, Connector):
@@ -77,13 +79,16 @@ async def engine(
     cost = CostModel(0, 0, 0, 0)
     made = runner or FakeModelRunner(num_blocks=num_blocks, block_size=BLOCK, cost=cost, open_arena=open_arena)
     link = NodeLink(KVPeer(name, f"i{next(_numbers)}"), door.find)
-    config = EngineConfig(cache=CacheConfig(block_size=BLOCK), scheduler=SchedulerConfig(max_num_batched_tokens=64))
+    config = EngineConfig(
+        cache=CacheConfig(block_size=made.info.block_size),
+        scheduler=SchedulerConfig.model_validate({"max_num_batched_tokens": 64, **scheduler}),
+    )
     one = Engine(
         config,
         RunnerThread(lambda: made),
         incarnation=name,
         kv_link=link,
-        transfer_limits=TransferLimits(1, load_wait_s),
+        transfer_limits=TransferLimits(1, 5.0),
     )
     await one.start()
     try:
@@ -94,11 +99,13 @@ async def engine(
         await one.close()
 
 
-def submit(one: Engine, prompt: list[int], num_tokens: int = 6) -> tuple[Sequence, Callable[[], None]]:
+def submit(
+    one: Engine, prompt: list[int], num_tokens: int = 6, sampling: SamplingParams | None = None
+) -> tuple[Sequence, Callable[[], None]]:
     """A sequence under way, and how to abort it."""
     name = f"r{next(_numbers)}"
     router = one.connect(RouterId(name))
-    sampling = SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
+    sampling = sampling or SamplingParams(num_tokens, temperature=0.0, ignore_eos=True)
     request = GenerateRequest(RequestId(name), [SequenceInput(0, prompt, sampling)], order_key=(0.0, 0, 0.0))
     one.handle(router, Submit(request, 0))
     told = {s.request_id: s for s in one.core.scheduler.living()}[RequestId(name)]
