@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 from cluster.kv_connector.config import KVCacheConfig
 from cluster.kv_connector.connector import Connector
@@ -50,7 +51,7 @@ async def node(
     folder: Path | None = None,
     num_disk_slots: int = 0,
     name: str = "node",
-    **knobs: object,
+    **knobs: Any,
 ) -> AsyncIterator[Connector]:
     """A connector, validated at its end."""
     gib = round_slot(space.block_bytes) / GIB
@@ -68,7 +69,7 @@ async def node(
 
 @asynccontextmanager
 async def engine(
-    find: Connector | Door, name: str, *, runner: ModelRunner | None = None, num_blocks: int = 64, **scheduler: object
+    find: Connector | Door, name: str, *, runner: ModelRunner | None = None, num_blocks: int = 64, **scheduler: Any
 ) -> AsyncIterator[Engine]:
     """An engine over a fake runner, beside a connector. Connected when it is given out."""
     if isinstance(find, Connector):
@@ -76,8 +77,7 @@ async def engine(
         door.connector = find
     else:
         door = find
-    cost = CostModel(0, 0, 0, 0)
-    made = runner or FakeModelRunner(num_blocks=num_blocks, block_size=BLOCK, cost=cost, open_arena=open_arena)
+    made = runner or fake(num_blocks)
     link = NodeLink(KVPeer(name, f"i{next(_numbers)}"), door.find)
     config = EngineConfig(
         cache=CacheConfig(block_size=made.info.block_size),
@@ -97,6 +97,12 @@ async def engine(
         yield one
     finally:
         await one.close()
+
+
+def fake(num_blocks: int = 64, block_size: int = BLOCK) -> FakeModelRunner:
+    """Its copies stop with `copies.most = 0`."""
+    cost = CostModel(0, 0, 0, 0)
+    return FakeModelRunner(num_blocks=num_blocks, block_size=block_size, cost=cost, open_arena=open_arena)
 
 
 def submit(

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from replica.kv_messages import KVTier
+from replica.kv_events import KV_LAYOUT
+from replica.kv_messages import KVSpace, KVTier
 from replica.messages import ResetPrefixCache, RouterId
-from tests.cluster.kv_cluster import Door, ask, check, counters, engine, forget, node, num_known, submit, until
+from tests.cluster.kv_cluster import (
+    SPACE,
+    Door,
+    ask,
+    check,
+    counters,
+    engine,
+    fake,
+    forget,
+    node,
+    num_known,
+    submit,
+    until,
+)
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(100, 170))
@@ -104,27 +121,35 @@ async def test_what_is_on_disk_is_found_after_a_restart(tmp_path: Path) -> None:
         assert again.core.stats(again.now).loads.given == {KVTier.DISK: 17}
 
 
-def _flip(folder: Path, offset: int) -> None:
+def _damage(folder: Path, how: str) -> None:
     (slabs,) = folder.glob("*/slabs-000")
     data = bytearray(slabs.read_bytes())
-    data[offset] ^= 1
-    slabs.write_bytes(data)
+    match how:
+        case "flipped":
+            data[5 * 4096 + 7] ^= 1
+            slabs.write_bytes(data)
+        case "cut":
+            slabs.write_bytes(data[: 5 * 4096])
+        case "deleted":
+            slabs.unlink()
 
 
-async def test_a_flipped_byte_and_a_cut_file_are_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["flipped", "cut", "deleted"])
+async def test_f_07_what_is_damaged_on_disk_is_computed_and_stored_again(tmp_path: Path, how: str) -> None:
     async with node(folder=tmp_path, num_disk_slots=64) as one, engine(one, "a") as first:
         await ask(first, PROMPT)
         await until(lambda: one.core.stats(one.now).num_on_disk == NUM_BLOCKS)
-    _flip(tmp_path, 5 * 4096 + 7)
+    _damage(tmp_path, how)
     async with node(folder=tmp_path, num_disk_slots=64) as again, engine(again, "b") as second:
         await until(lambda: num_known(second) == NUM_BLOCKS)
         await ask(second, PROMPT)
         loaded = counters(second)["kv_blocks_loaded"]
-        assert 0 < loaded < 17
+        assert (loaded < 17) if how != "deleted" else loaded == 0
         assert again.figures()["tier_corrupt"] >= 1
-        await until(lambda: num_known(second) == NUM_BLOCKS - 1)
-        forget(second)
-        await ask(second, PROMPT)
+        await until(lambda: num_known(second) < NUM_BLOCKS)
+        for _ in range(17):  # each time one more of those that are missing is found to be
+            forget(second)
+            await ask(second, PROMPT)
         await until(lambda: again.core.stats(again.now).num_on_disk == NUM_BLOCKS)  # it was stored again
 
 
@@ -160,6 +185,86 @@ async def test_blocks_of_another_node_come_over_tcp_into_the_arena(tmp_path: Pat
             assert two.core.stats(two.now).loads.given[KVTier.HOST] == 17
 
 
+async def test_f_06_two_who_compute_the_same_at_once_store_it_once_and_load_what_is_whole() -> None:
+    async with node() as one, engine(one, "a") as first, engine(one, "b") as second:
+        told = [submit(each, PROMPT)[0] for each in (first, second)]
+        for sequence in told:
+            await until(lambda sequence=sequence: sequence.finish_reason is not None)  # type: ignore[misc]
+            check(sequence, PROMPT)
+        await until(lambda: one.core.stats(one.now).stores.stored == NUM_BLOCKS)
+        await until(lambda: one.core.stats(one.now).num_reserved == one.core.stats(one.now).num_leased == 0)
+
+
+async def test_f_09_the_same_setting_finds_what_is_on_disk_and_another_block_size_nothing(tmp_path: Path) -> None:
+    async def fill(space: KVSpace) -> float:
+        """Blocks loaded on the way."""
+        runner = fake(block_size=space.block_size)
+        async with (
+            node(space=space, folder=tmp_path, num_disk_slots=32) as one,
+            engine(one, "a", runner=runner) as first,
+        ):
+            num_there = one.core.stats(one.now).num_on_disk
+            await until(lambda: num_known(first) == num_there)
+            await ask(first, PROMPT)
+            await until(lambda: one.core.stats(one.now).num_on_disk == 75 // space.block_size)
+            return counters(first)["kv_blocks_loaded"]
+
+    assert [await fill(SPACE), await fill(SPACE), await fill(KVSpace("fake", 8, 64, 1, KV_LAYOUT))] == [0, 17, 0]
+
+
+FILL = """
+import asyncio, pathlib, sys
+from tests.cluster.kv_cluster import ask, engine, node, until
+async def main():
+    async with node(folder=pathlib.Path(sys.argv[1]), num_disk_slots=64) as one, engine(one, "a") as first:
+        await ask(first, list(range(100, 170)))
+        await until(lambda: one.core.stats(one.now).num_on_disk == 18)
+asyncio.run(main())
+"""
+
+
+async def test_f_10_another_process_with_other_hashes_of_python_finds_what_this_one_stored(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONHASHSEED": "4711"}
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", FILL, str(tmp_path), env=environment)
+    assert await child.wait() == 0
+    async with node(folder=tmp_path, num_disk_slots=64) as one, engine(one, "a") as first:
+        await until(lambda: num_known(first) == NUM_BLOCKS)
+        await ask(first, PROMPT)
+        assert counters(first)["kv_blocks_loaded"] == 17
+
+
+@pytest.mark.parametrize("who", ["connector", "replica"])
+@pytest.mark.parametrize("when", ["store", "load"])
+async def test_whoever_ends_in_the_middle_of_copies(who: str, when: str) -> None:
+    runner = fake()
+    async with node() as one, engine(one, "other") as other, engine(one, "a", runner=runner) as first:
+        if when == "load":
+            await ask(other, PROMPT)
+            await until(lambda: num_known(first) == NUM_BLOCKS)
+        runner.copies.most = 0
+        told, _ = submit(first, PROMPT)
+        if when == "load":
+            await until(lambda: one.core.stats(one.now).num_leased == 17)
+            await until(lambda: runner.copies.is_busy)
+        else:
+            await until(lambda: told.finish_reason is not None)
+            await until(lambda: one.core.stats(one.now).num_reserved > 0)
+        if who == "replica":
+            await first.close()
+            await until(lambda: one.core.stats(one.now).num_holders == 1)
+            stats = one.core.stats(one.now)
+            assert (stats.num_leased, stats.num_reserved, stats.num_quarantined, stats.num_stranded) == (0, 0, 0, 0)
+            return
+        await one.close()
+        await until(lambda: not counters(first)["kv_connected"])
+        runner.copies.most = None
+        await until(lambda: told.finish_reason is not None)
+        check(told, PROMPT)
+        await ask(first, PROMPT[2:])
+        await until(lambda: first.core.blocks.num_free == first.core.blocks.num_blocks)
+        first.core.validate()
+
+
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_aborts_tiny_tiers_two_nodes_and_a_connector_that_ends(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
@@ -168,7 +273,7 @@ async def test_random_aborts_tiny_tiers_two_nodes_and_a_connector_that_ends(tmp_
     prompts = [
         head + [rng.randrange(3, 999) for _ in range(rng.randrange(4, 60))] for head in prompts for _ in range(4)
     ]
-    knobs = {"eviction": "cost"} if seed % 2 else {}
+    knobs: dict[str, Any] = {"eviction": "cost"} if seed % 2 else {}
     async with (
         node(24, name="n1", folder=tmp_path, num_disk_slots=40, **knobs) as one,
         node(30, name="n2", tier_admission="second_use") as two,

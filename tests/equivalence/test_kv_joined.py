@@ -11,6 +11,7 @@ import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,7 @@ class Bench:
 
     @asynccontextmanager
     async def replica(
-        self, find: Connector | Door, name: str, num_blocks: int = 400, **scheduler: object
+        self, find: Connector | Door, name: str, num_blocks: int = 400, **scheduler: Any
     ) -> AsyncIterator[tuple[Engine, TracingRunner]]:
         runner = self.runner(num_blocks)
         async with engine(find, name, runner=runner, **scheduler) as one:
