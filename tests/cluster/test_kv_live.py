@@ -18,7 +18,8 @@ from tests.cluster.shoal_process import ShoalProcess, wait_until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 MODEL = "smollm2-135m-instruct"
-PROMPT = list(range(100, 500))
+#: 25 blocks and a token, which is always computed
+PROMPT = list(range(100, 501))
 
 
 def arguments(folder: Path) -> list[str]:
