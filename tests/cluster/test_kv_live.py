@@ -12,6 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from benchmarks.two_nodes import two_nodes
 from cluster.process_sweep import kv_connectors
 from replica.fake_runner import expected_output
 from tests.cluster.shoal_process import ShoalProcess, wait_until
@@ -22,14 +23,11 @@ MODEL = "smollm2-135m-instruct"
 PROMPT = list(range(100, 501))
 
 
-def arguments(folder: Path) -> list[str]:
-    knobs = {
-        "kv_cache.host_tier_gib": 0.0625,
-        "kv_cache.disk_tier_gib": 0.0625,
-        "kv_cache.disk_folder": str(folder),
-        # whoever waits for KV waits for it on a busy machine as well
-        "kv_cache.load_wait_ms": 10_000,
-    }
+def arguments(folder: Path | None = None, **more: object) -> list[str]:
+    # whoever waits for KV waits for it on a busy machine as well
+    knobs = {"kv_cache.host_tier_gib": 0.0625, "kv_cache.load_wait_ms": 10_000, **more}
+    if folder is not None:
+        knobs |= {"kv_cache.disk_tier_gib": 0.0625, "kv_cache.disk_folder": str(folder)}
     return ["--replicas", "2", *(part for key, value in knobs.items() for part in ("--set", f"{key}={value}"))]
 
 
@@ -100,3 +98,19 @@ def test_tiers_outlive_whoever_uses_them(tmp_path: Path) -> None:
         assert ask(again, PROMPT) == 400
         wait_until(lambda: total(again, "kv_blocks_loaded") == 25, 10, "it is told")
         assert again.stop(signal.SIGTERM) == 0
+
+
+def test_two_ray_nodes_have_a_connector_each_and_share_over_tcp() -> None:
+    with two_nodes(3) as nodes:
+        # on each node is room for one replica
+        with ShoalProcess(*arguments(num_cpus_per_replica=2), env=nodes.env) as shoal:
+            wait_connected(shoal)
+            assert len(kv_connectors(nodes.process.pid)) == 2
+            wait_until(lambda: total(shoal, "tier_peers") == 2, 60, "each hears the other")
+            assert ask(shoal, PROMPT) == 0
+            wait_until(lambda: total(shoal, "tier_blocks_host") == 25, 30, "stored")
+            assert ask_both(shoal, PROMPT) == {400}
+            wait_until(lambda: total(shoal, "tier_given_remote") == 25, 10, "the other node has them of the first")
+            assert total(shoal, "tier_stranded") == 0
+            assert shoal.stop() == 0
+        wait_until(lambda: kv_connectors(nodes.process.pid) == [], 10, "they end with the application")
