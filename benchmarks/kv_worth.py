@@ -1,6 +1,6 @@
 """What KV tiers are worth: conversations that do not fit the pool together, and prompts that nobody says again.
 
-    python -m benchmarks.kv_worth [--conversations 20] [--turns 5]
+    python -m benchmarks.kv_worth [--conversations 20] [--turns 5] [--blocks 400]
 
 An engine with the default model, its link, a connector and its files in one process; time from the submission of a turn
 to its first token. Conversations come in waves, each at its turn, so that between two turns of one all others have been
@@ -128,13 +128,15 @@ async def serving(mode: Mode, folder: Path, num_blocks: int = NUM_BLOCKS) -> Asy
             await one.close()
 
 
-async def conversations(mode: Mode, folder: Path, num: int = 20, num_turns: int = 5) -> Worth:
+async def conversations(
+    mode: Mode, folder: Path, num: int = 20, num_turns: int = 5, num_blocks: int = NUM_BLOCKS
+) -> Worth:
     """All of them, turn after turn."""
     rng = random.Random(1)
     opening = [rng.randrange(1000, 40000) for _ in range(OPENING)]
     said = [list(opening) for _ in range(num)]
     times: list[float] = []
-    async with serving(mode, folder) as (engine, client):
+    async with serving(mode, folder, num_blocks) as (engine, client):
         for turn in range(num_turns):
             for start in range(0, num, WAVE):
                 wave = range(start, min(start + WAVE, num))
@@ -172,11 +174,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--conversations", type=int, default=20)
     parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=NUM_BLOCKS, help="of the pool")
     arguments = parser.parse_args()
     found: list[Worth] = []
     for mode in (RECOMPUTE, HOST, DISK):
         with tempfile.TemporaryDirectory(dir=".") as folder:
-            found.append(asyncio.run(conversations(mode, Path(folder), arguments.conversations, arguments.turns)))
+            sizes = arguments.conversations, arguments.turns, arguments.blocks
+            found.append(asyncio.run(conversations(mode, Path(folder), *sizes)))
         one = found[-1]
         print(
             f"{one.mode}: TTFT of turns 2 and later {1000 * one.mean_s:.0f} ms mean, {1000 * one.median_s:.0f} median; "

@@ -33,6 +33,7 @@ from replica.kv_messages import (
 from replica.kv_stores import BlockStores, Reservation
 from replica.sequence import Sequence, Status
 from replica.step import StepResult
+from replica.transfer_counters import TransferCounters
 
 #: a process that stood still for this share of its lease trusts nothing that it had leased
 _STOOD_STILL = 0.6
@@ -49,24 +50,6 @@ class TransferLimits(msgspec.Struct, frozen=True):
     load_wait_s: float = 0.1
     #: of the pool, what background stores may pin
     store_share: float = 0.125
-
-
-class TransferCounters(msgspec.Struct):
-    """Totals since the start."""
-
-    loads: int = 0
-    #: loads that came to nothing or to less: late, void, or the copy failed
-    failed_loads: int = 0
-    blocks_loaded: int = 0
-    blocks_stored: int = 0
-    #: offered and refused: there already, no room, or not asked for often enough
-    blocks_refused: int = 0
-    #: seconds between question and answer
-    load_wait_s: float = 0.0
-    #: of put back sequences, those whose KV was kept
-    offloads: int = 0
-    #: times that a sequence which wanted a block waited a step for copies to free one
-    stalls: int = 0
 
 
 class KVTransfer:

@@ -69,7 +69,11 @@ class KVConnector:
         async with self._opening:
             if self._watching is None:
                 self._watching = asyncio.create_task(self._watch())
-            if self._open is not None and (self._of != wanted or self._open.failure is not None):
+            if self._open is not None and self._open.failure is not None:
+                problem = str(self._open.failure)
+                await self._close()  # the next one who asks tries again
+                return Door(problem=problem)
+            if self._open is not None and self._of != wanted:
                 if self._open.num_members:
                     return Door(problem="replicas of another model or other kv_cache settings still use the tiers")
                 await self._close()
