@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import kv_speed
+from benchmarks import kv_speed, kv_worth
 from benchmarks.claims import Measured, Skip, claim
 from benchmarks.kv_speed import Pair
 from replica.arena_map import HAS_ARENAS
@@ -47,3 +48,24 @@ def disk(full: bool) -> Iterator[tuple[str, Measured]]:
     found = asyncio.run(kv_speed.disk(Path.cwd(), 9 if full else 3))
     yield from _figures("write", found.written, found.by)
     yield from _figures("read", found.read, found.by)
+
+
+@claim("kv.worth")
+def worth(full: bool) -> Iterator[tuple[str, Measured]]:
+    """TTFT of turns 2 and later of conversations that do not fit the pool together, recomputed over loaded; and CPU
+    seconds with a host tier over those without for prompts that never come again.
+    """
+    _check()
+    sizes = (20, 5, kv_worth.NUM_BLOCKS) if full else (16, 3, kv_worth.NUM_BLOCKS // 2)
+
+    def run(mode: kv_worth.Mode) -> kv_worth.Worth:
+        with tempfile.TemporaryDirectory(dir=".") as folder:
+            return asyncio.run(kv_worth.conversations(mode, Path(folder), *sizes))
+
+    plain = run(kv_worth.RECOMPUTE)
+    for name, mode, at_least in (("host", kv_worth.HOST, 5.0), ("disk", kv_worth.DISK, 3.0)):
+        one = run(mode)
+        note = f"{1000 * one.mean_s:.0f} ms, recomputed {1000 * plain.mean_s:.0f}"
+        yield name, Measured(plain.mean_s / one.mean_s, "times better", at_least, at_most=False, note=note)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        yield "no_reuse_cpu", Measured(asyncio.run(kv_worth.cpu_without_reuse(Path(folder))), "of that without", 1.03)

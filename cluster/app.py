@@ -13,6 +13,7 @@ from ray import serve
 
 from cluster import __version__, live_knobs, model_store, tenant_file
 from cluster.config import ClusterConfig, HttpConfig, load
+from cluster.kv_connector.actor import find_connector
 from cluster.line_socket import tell as tell_line
 from cluster.serve_env import SERVE_ENV
 from cluster.serve_logs import join_serve_logs
@@ -46,6 +47,11 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         node_label=config.node_label,
         set_up_logs=join_serve_logs,
         tell=partial(tell_line, terminal),
+        find_connector=(
+            partial(find_connector, config.kv_cache.model_dump(), join_serve_logs, SERVE_ENV)
+            if config.kv_cache.has_connector
+            else None
+        ),
     )
     return router_deployment(
         replicas,

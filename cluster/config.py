@@ -164,6 +164,16 @@ class ClusterConfig(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _kept_kv_has_a_place(self) -> ClusterConfig:
+        mode = self.scheduler.preemption_mode
+        if mode != "recompute" and not self.kv_cache.has_connector:
+            raise ValueError(
+                f"scheduler.preemption_mode is {mode!r}, which keeps KV in the node's tiers, and "
+                "kv_cache.host_tier_gib is 0; give a host tier, or allowed then: 'recompute'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _keys_open_one_door(self) -> ClusterConfig:
         if not self.http.api_keys:
             return self

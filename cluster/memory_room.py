@@ -37,10 +37,12 @@ class Needs(msgspec.Struct, frozen=True):
     processes: int
     weights: int
     kv: int
+    #: the arena of the KV connector, and its process
+    tier: int = 0
 
     @property
     def total(self) -> int:
-        return self.processes + self.weights + self.kv
+        return self.processes + self.weights + self.kv + self.tier
 
 
 def needs(config: ClusterConfig, engine: EngineConfig, folder: Path) -> Needs:
@@ -52,12 +54,13 @@ def needs(config: ClusterConfig, engine: EngineConfig, folder: Path) -> Needs:
     else:
         replica_mib = _TORCH_REPLICA_MIB if has_model else _PLAIN_MIB
     mib = _FIXED_MIB + config.router.replicas * _ROUTER_MIB + replicas * replica_mib
+    tier_gib = config.kv_cache.host_tier_gib
+    tier = int(tier_gib * 1024 * MIB) + (_PLAIN_MIB * MIB if tier_gib else 0)
     if not has_model or config.num_gpus_per_replica:
-        return Needs(mib * MIB, 0, 0)
+        return Needs(mib * MIB, 0, 0, tier)
     item = _ITEM_BYTES[engine.model.dtype]
-    return Needs(
-        mib * MIB, replicas * weight_bytes(folder, item, config.num_ranks), replicas * kv_bytes(folder, engine)
-    )
+    weights = replicas * weight_bytes(folder, item, config.num_ranks)
+    return Needs(mib * MIB, weights, replicas * kv_bytes(folder, engine), tier)
 
 
 def weight_bytes(folder: Path, item: int, ranks: int = 1) -> int:
@@ -94,10 +97,12 @@ def memory_shortage(config: ClusterConfig, engine: EngineConfig, wanted: Needs, 
     num_blocks = engine.cache.num_blocks
     kv = f"kv_cache.num_blocks={num_blocks}" if num_blocks else f"kv_cache.kv_cache_gib={engine.cache.kv_cache_gib:g}"
     ranks = f" of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
+    tier = f", {_gib(wanted.tier)} for kv_cache.host_tier_gib" if wanted.tier else ""
     return (
         f"memory: {config.replicas.both} replica(s){ranks} and {config.router.replicas} router(s) need "
         f"{_gib(wanted.total)} GiB: {_gib(wanted.processes)} for processes, {_gib(wanted.weights)} for weights, "
-        f"{_gib(wanted.kv)} for KV ({kv} each); available are {_gib(available)}. Lower replicas.both or what KV takes"
+        f"{_gib(wanted.kv)} for KV ({kv} each){tier}; available are {_gib(available)}. "
+        "Lower replicas.both or what KV takes"
     )
 
 

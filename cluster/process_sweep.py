@@ -115,6 +115,11 @@ def rank_workers(root: int) -> list[int]:
     return [pid for pid in descendants(root) if "ray::Worker.run" in command_line(pid)]
 
 
+def kv_connectors(root: int) -> list[int]:
+    """Pids below `root` of the KV connectors."""
+    return [pid for pid in descendants(root) if "ray::KVConnector" in command_line(pid)]
+
+
 def _stat(pid: int) -> list[str]:
     """Fields of /proc/pid/stat after the command, state first; empty if the process is gone."""
     try:

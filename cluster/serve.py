@@ -15,6 +15,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any
 
 from cluster.config import ClusterConfig
 from cluster.line_socket import LineSocket
@@ -94,6 +95,7 @@ def _serve_attached(config: ClusterConfig, host: str, port: int, driver: Driver)
     from ray import serve
 
     from cluster.app import APP_NAME
+    from cluster.kv_connector.actor import end_connectors
 
     started = time.monotonic()
     config = _localize(config)
@@ -114,6 +116,8 @@ def _serve_attached(config: ClusterConfig, host: str, port: int, driver: Driver)
     finally:
         if has_deployed:
             delete_application(APP_NAME, config.drain_s)
+        if config.kv_cache.has_connector:
+            end_connectors(APP_NAME)
         if owns_serve and not serve.status().applications:
             serve.shutdown()
         ray.shutdown()
@@ -149,7 +153,10 @@ def _localize(config: ClusterConfig) -> ClusterConfig:
     """
     from cluster import hub, model_store
 
-    update: dict[str, str] = {}
+    update: dict[str, Any] = {}
+    if config.kv_cache.disk_folder:
+        folder = Path(config.kv_cache.disk_folder).expanduser().absolute()
+        update["kv_cache"] = config.kv_cache.model_copy(update={"disk_folder": str(folder)})
     if config.model not in model_store.BUILTIN_MODELS:
         folder = model_store.resolve(config.model).absolute()
         if config.runner == "torch":

@@ -99,6 +99,8 @@ def format_status(status: Mapping[str, Any]) -> str:
         )
         if counters.get("ranks"):
             lines.append(f"{'':<12} {_ranks(counters)}")
+        if counters.get("tier_slots_host"):
+            lines.append(f"{'':<12} {_tiers(counters)}")
         if "self-test FAILED" in replica.get("description", ""):
             lines.append(
                 f"{'':<12} its invariance self-test FAILED: an answer may depend on the requests beside it "
@@ -115,6 +117,21 @@ def _ranks(counters: Mapping[str, float]) -> str:
     if restarts := counters.get("group_restarts", 0):
         text += f", mended {restarts:.0f} times, the last time in {counters['last_mending_s']:.1f} s"
     return text
+
+
+def _tiers(counters: Mapping[str, float]) -> str:
+    """Of the node, told by this replica."""
+    parts = []
+    for tier in ("host", "disk"):
+        if slots := counters.get(f"tier_slots_{tier}", 0):
+            blocks, hits = counters.get(f"tier_blocks_{tier}", 0), counters.get(f"tier_given_{tier}", 0)
+            parts.append(f"{tier} {blocks:.0f} of {slots:.0f} blocks ({100 * blocks / slots:.0f} %), {hits:.0f} hits")
+    if peers := counters.get("tier_peers", 0):
+        parts.append(f"{peers:.0f} other nodes, {counters.get('tier_given_remote', 0):.0f} hits")
+    asked = counters.get("tier_asked", 0)
+    if stranded := counters.get("tier_stranded", 0):
+        parts.append(f"{stranded:.0f} STRANDED")
+    return f"KV tiers of its node: {'; '.join(parts)}; {asked:.0f} blocks asked for"
 
 
 def _steps(replica: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from replica.kv_messages import ArenaPlace
+from replica.kv_messages import NO_ARENA, ArenaPlace
 from replica.native import library as native
 from replica.native.builder import NativeUnavailableError
 from replica.runner_thread import name_thread
@@ -181,6 +181,8 @@ class BlockCopier:
             return
         self._unmap()
         self._place = place
+        if place == NO_ARENA:
+            return
         try:
             arena = self._open_arena(place, self._member)
         except Exception as error:  # every copy fails then, and what was to be loaded is computed

@@ -21,6 +21,7 @@ from itertools import islice
 import msgspec
 
 from replica.attention_window import NULL_BLOCK, Window
+from replica.block_offers import Offer, offer_of
 from replica.free_list import FreeList
 from replica.messages import KVEvent
 from replica.sequence import Sequence
@@ -71,7 +72,7 @@ class BlockManager:
         #: block id -> how often it is pinned
         self._pins: dict[int, int] = {}
         #: registered since they were taken last; None: nobody takes them
-        self._offers: list[tuple[bytes, int]] | None = None
+        self._offers: list[Offer] | None = None
 
     @property
     def num_free(self) -> int:
@@ -238,16 +239,15 @@ class BlockManager:
             return
         sequence.extend_hashes(self.block_size)
         hashes, cached, stored, offers = self._hash, self._cached, self._stored, self._offers
-        for block_hash, block_id in zip(
-            sequence.block_hashes[done:num_full], sequence.block_ids[done:num_full], strict=True
-        ):
+        for position in range(done, num_full):
+            block_hash, block_id = sequence.block_hashes[position], sequence.block_ids[position]
             if hashes[block_id] is None and block_hash not in cached:
                 hashes[block_id] = block_hash
                 cached[block_hash] = block_id
                 if self._record_events:
                     stored.append(block_hash)
                 if offers is not None:
-                    offers.append((block_hash, block_id))
+                    offers.append(offer_of(sequence, position))
         sequence.num_blocks_committed = num_full
 
     def free(self, sequence: Sequence) -> None:
@@ -283,8 +283,8 @@ class BlockManager:
         """From now on `take_offers` tells what was registered."""
         self._offers = []
 
-    def take_offers(self) -> list[tuple[bytes, int]]:
-        """(hash, block id) of blocks registered since the last call; some may be used again already."""
+    def take_offers(self) -> list[Offer]:
+        """Blocks registered since the last call; some may be used again already."""
         if not self._offers:
             return []
         offers, self._offers = self._offers, []

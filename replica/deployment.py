@@ -17,16 +17,19 @@ import ray
 from ray import serve
 
 from replica.admission import longest_sequence
+from replica.arena_client import open_arena
 from replica.config import EngineConfig, resolve
 from replica.engine import Engine
 from replica.errors import ConfigError
 from replica.hardware import detect_hardware
+from replica.kv_messages import KVPeer
 from replica.memory_check import check_pool
 from replica.messages import Role
+from replica.node_link import FindDoor, NodeLink
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import PacedRunner, RunnerThread
 from replica.service import ReplicaService
-from replica.step import ModelRunner
+from replica.step import ModelRunner, OpenArena
 from replica.step_runner import StepRunner
 from replica.worker import fake_runner
 from replica.worker_group import worker_group
@@ -41,26 +44,37 @@ HEALTH_TIMEOUT_S = 4.0
 #: its number. Raises ConfigError.
 Settings = Callable[[Mapping[str, Any], Mapping[str, Any]], tuple[EngineConfig, int]]
 
+#: given whom to tell what people should know: how to find the KVConnector of this node, which is started if need be
+FindConnector = Callable[[Callable[[str], object]], FindDoor]
 
-def make_runner(config: EngineConfig, model_source: ModelSource) -> ModelRunner:
+
+def make_runner(config: EngineConfig, model_source: ModelSource, open_arena: OpenArena | None = None) -> ModelRunner:
     """The runner that `config` asks for; called on the runner thread. Raises ModelLoadError."""
     if config.model.runner == "fake":
-        return PacedRunner(fake_runner(config))
+        return PacedRunner(fake_runner(config, open_arena))
     from replica.model_runner import TorchModelRunner  # torch costs 1.7 s and 200 MiB: only where it is used
 
-    return TorchModelRunner(config, model_source(config.model.model))
+    return TorchModelRunner(config, model_source(config.model.model), open_arena=open_arena)
 
 
 def make_step_runner(
-    config: EngineConfig, model_source: ModelSource, env_vars: dict[str, str], tell: Callable[[str], object]
+    config: EngineConfig,
+    model_source: ModelSource,
+    env_vars: dict[str, str],
+    tell: Callable[[str], object],
+    open_arena: OpenArena | None = None,
 ) -> StepRunner:
     """What `config` wants the model to run on; `env_vars` are for worker actors, `tell` hears of lost ones. Loads
     nothing yet.
     """
-    make = partial(make_runner, config, model_source)
+    make = partial(make_runner, config, model_source, open_arena)
     if config.parallel.has_workers:
-        return worker_group(config, model_source, env_vars, tell)
+        return worker_group(config, model_source, env_vars, tell, open_arena)
     return RunnerProcess(make) if config.parallel.runner_placement == "process" else RunnerThread(make)
+
+
+def _tell_as(name: str, tell: Callable[[str], object], text: str) -> object:
+    return tell(f"replica {name}: {text}")
 
 
 class Replica:
@@ -81,6 +95,7 @@ class Replica:
         role: str = Role.BOTH,
         set_up_logs: Callable[[], None] = lambda: None,
         tell: Callable[[str], object] = lambda text: None,
+        find_connector: FindConnector | None = None,
     ) -> None:
         set_up_logs()
         at_start, number = settings(config, {})
@@ -98,8 +113,16 @@ class Replica:
         self._drain_s = drain_s
         self._drained = False
         name = serve.get_replica_context().replica_id.unique_id
-        runner = make_step_runner(self.config, model_source, env_vars, lambda text: tell(f"replica {name}: {text}"))
-        self.engine = Engine(self.config, runner, incarnation=self.incarnation)
+        tell_own = partial(_tell_as, name, tell)
+        if find_connector is not None and self.config.parallel.ranks_may_be_remote:
+            logger.warning("the KV connector is not used: ranks of other nodes cannot map the arena of this one")
+            find_connector = None
+        opens = None if find_connector is None else open_arena
+        runner = make_step_runner(self.config, model_source, env_vars, tell_own, opens)
+        link = None
+        if find_connector is not None:
+            link = NodeLink(KVPeer(name, self.incarnation), find_connector(tell_own))
+        self.engine = Engine(self.config, runner, incarnation=self.incarnation, kv_link=link)
         await self.engine.start()
         self.engine.configure(self.config, number)
         info = self.engine.core.info
@@ -178,6 +201,7 @@ def replica_deployment(
     request_router_class: str,
     set_up_logs: Callable[[], None],
     tell: Callable[[str], object],
+    find_connector: FindConnector | None = None,
     bundles: list[dict[str, float]] | None = None,
     bundle_strategy: str = "STRICT_PACK",
     role: Role = Role.BOTH,
@@ -221,6 +245,15 @@ def replica_deployment(
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
     application: serve.Application = deployment.bind(
-        config, settings, model_source, drain_s, replicas_on_node, env_vars, role.value, set_up_logs, tell
+        config,
+        settings,
+        model_source,
+        drain_s,
+        replicas_on_node,
+        env_vars,
+        role.value,
+        set_up_logs,
+        tell,
+        find_connector,
     )
     return application

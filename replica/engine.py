@@ -72,7 +72,8 @@ class Engine:
     ) -> None:
         """`kv_link`: the way to the KVConnector of the node, if there is one."""
         self._kv_link = kv_link
-        self._transfer_limits = transfer_limits or TransferLimits()
+        cache = config.cache
+        self._transfer_limits = transfer_limits or TransferLimits(cache.min_load_blocks, cache.load_wait_ms / 1e3)
         self._config = config
         self._runner = runner
         self._clock = clock

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from replica.kv_messages import ArenaPlace
+from replica.kv_messages import NO_ARENA, ArenaPlace
 from replica.step import Arena, OpenArena, StepPlan
 
 
@@ -84,7 +84,7 @@ class FakeCopies:
         if self._arena is not None:
             self._arena.close()
         self._place, self._arena = place, None
-        if self._open_arena is not None:
+        if self._open_arena is not None and place != NO_ARENA:
             try:
                 self._arena = self._open_arena(place, f"rank {self._rank}")
             except Exception:

@@ -77,6 +77,10 @@ class ArenaPlace(WireRecord, frozen=True):
     incarnation: str
 
 
+#: nothing is copied any more: whoever has an arena mapped closes it, after the copies that it knows of
+NO_ARENA = ArenaPlace("", KVPeer("", ""), KVSpace("", 0, 0, 0, ""), "")
+
+
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """First word of a process that wants to map the arena. All processes of a replica (its engine and its ranks) have
     the same `holder`; `member` tells them apart. What the holder has is taken back when the last of them is gone: until
@@ -209,8 +213,14 @@ class LostSlots(msgspec.Struct, frozen=True, tag="lost_slots"):
     lease_id: int
 
 
+class TierStats(msgspec.Struct, frozen=True, tag="tier_stats"):
+    """What the connector counts, by name: each second to one of the replicas, which tells it as its own counters."""
+
+    values: dict[str, float]
+
+
 ToConnector = Hello | Beat | Acquire | Release | Reserve | Seal | Clear
-FromConnector = Welcome | Unwelcome | Acquired | Reserved | Cleared | TierEvent | LostSlots
+FromConnector = Welcome | Unwelcome | Acquired | Reserved | Cleared | TierEvent | LostSlots | TierStats
 
 _encoder = msgspec.msgpack.Encoder()
 encode_kv = _encoder.encode

@@ -4,7 +4,7 @@ waiting sequences to the scheduler.
 
 from __future__ import annotations
 
-from replica.kv_messages import ArenaPlace, FromConnector, ToConnector
+from replica.kv_messages import ArenaPlace, FromConnector, TierStats, ToConnector
 from replica.kv_transfer import KVTransfer
 from replica.scheduler import Scheduler
 
@@ -17,6 +17,8 @@ class KVSide:
         self._scheduler = scheduler
         #: ranks that were lost may still write into the arena, as far as anybody knows
         self._is_silent = False
+        #: of the connector itself, while this replica is the one that tells
+        self._of_tier: dict[str, float] = {}
 
     @property
     def next_deadline(self) -> float | None:
@@ -33,10 +35,14 @@ class KVSide:
 
     def gone(self) -> None:
         """The connection broke."""
+        self._of_tier = {}
         self._scheduler.answered(self._transfer.gone())
 
     def receive(self, message: FromConnector, now: float) -> None:
         """A word of the connector, but for Welcome and Unwelcome."""
+        if isinstance(message, TierStats):
+            self._of_tier = message.values
+            return
         self._scheduler.answered(self._transfer.receive(message, now))
 
     def take_messages(self) -> list[ToConnector]:
@@ -79,4 +85,5 @@ class KVSide:
             "kv_wanting": self._transfer.num_wanting,
             "kv_loading": self._transfer.num_loading,
             "kv_swapped": self._transfer.num_swapped,
+            **self._of_tier,
         }

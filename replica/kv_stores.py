@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 
 from replica.block_manager import BlockManager
+from replica.block_offers import Offer
 from replica.copy_line import CopyJob
 from replica.kv_messages import Reserve, Seal
 
@@ -58,7 +59,7 @@ class BlockStores:
     def __init__(self, blocks: BlockManager, most_pinned: int) -> None:
         self._blocks = blocks
         self._most_pinned = most_pinned
-        self._backlog: dict[bytes, int] = {}
+        self._backlog: dict[bytes, Offer] = {}
         self._reservations: dict[int, Reservation] = {}
         #: given up before they were answered
         self._unwanted: set[int] = set()
@@ -73,9 +74,9 @@ class BlockStores:
     def is_under_way(self, block_hash: bytes) -> bool:
         return block_hash in self._under_way
 
-    def offer(self, offers: Iterable[tuple[bytes, int]]) -> None:
+    def offer(self, offers: Iterable[Offer]) -> None:
         """These were registered."""
-        self._backlog.update(offers)
+        self._backlog.update((offer.block_hash, offer) for offer in offers)
 
     def reserve(self, known: Container[bytes], is_worth_it: bool, now: float) -> Reserve | None:
         """As many of the backlog as may be on their way; `known`: the connector has those already. While it is not
@@ -83,22 +84,21 @@ class BlockStores:
         """
         most = self._most_pinned if is_worth_it else min(_TRICKLE, self._most_pinned)
         room, backlog = min(_MOST_AT_ONCE, most - self._num_pinned), self._backlog
-        hashes: list[bytes] = []
-        block_ids: list[int] = []
-        while backlog and len(hashes) < room:
-            block_hash = next(iter(backlog))
-            block_id = backlog.pop(block_hash)
-            if self._blocks.has(block_hash, block_id) and block_hash not in known and block_hash not in self._under_way:
-                hashes.append(block_hash)
-                block_ids.append(block_id)
-        return self._begin(hashes, block_ids, False, now)
+        offers: list[Offer] = []
+        while backlog and len(offers) < room:
+            offer = backlog.pop(next(iter(backlog)))
+            block_hash = offer.block_hash
+            is_there = self._blocks.has(block_hash, offer.block_id)
+            if is_there and block_hash not in known and block_hash not in self._under_way:
+                offers.append(offer)
+        return self._begin(offers, False, now)
 
-    def keep(self, blocks: list[tuple[bytes, int]], known: Container[bytes], now: float) -> Reserve | None:
+    def keep(self, blocks: list[Offer], known: Container[bytes], now: float) -> Reserve | None:
         """Of a sequence that is put back: all of these that are not there yet, whatever is on its way."""
         for reservation in self._reservations.values():
-            reservation.must_stay |= any(h in reservation.hashes for h, _ in blocks)
-        missing = [(h, b) for h, b in blocks if h not in known and h not in self._under_way]
-        return self._begin([h for h, _ in missing], [b for _, b in missing], True, now)
+            reservation.must_stay |= any(one.block_hash in reservation.hashes for one in blocks)
+        missing = [one for one in blocks if one.block_hash not in known and one.block_hash not in self._under_way]
+        return self._begin(missing, True, now)
 
     def reserved(self, reservation_id: int, slots: list[int]) -> CopyJob | Seal | None:
         """Answered: copies to be made, or how to end it; None if it is of no concern."""
@@ -170,16 +170,18 @@ class BlockStores:
         assert self._under_way == {h for r in reservations for h in r.hashes}, "what is under way is not clear"
         assert not self._unwanted & self._reservations.keys(), "given up and not"
 
-    def _begin(self, hashes: list[bytes], block_ids: list[int], must_stay: bool, now: float) -> Reserve | None:
-        if not hashes:
+    def _begin(self, offers: list[Offer], must_stay: bool, now: float) -> Reserve | None:
+        if not offers:
             return None
+        hashes, block_ids = [one.block_hash for one in offers], [one.block_id for one in offers]
         reservation = Reservation(self._next_id, hashes, block_ids, must_stay, now)
         self._next_id += 1
         self._reservations[reservation.reservation_id] = reservation
         self._blocks.pin(block_ids)
         self._num_pinned += len(block_ids)
         self._under_way.update(hashes)
-        return Reserve(reservation.reservation_id, hashes, must_stay)
+        parents, positions = [one.parent for one in offers], [one.position for one in offers]
+        return Reserve(reservation.reservation_id, hashes, must_stay, parents, positions)
 
     def _forget(self, reservation: Reservation) -> None:
         del self._reservations[reservation.reservation_id]

@@ -14,9 +14,11 @@ from collections.abc import Callable
 import msgspec
 
 from replica.block_manager import BlockManager
+from replica.block_offers import Offer, offer_of
 from replica.copy_line import CopyBatch, CopyJob, CopyLine
 from replica.kv_loads import BlockLoads, Load, LoadState
 from replica.kv_messages import (
+    NO_ARENA,
     Acquire,
     Acquired,
     ArenaPlace,
@@ -31,6 +33,7 @@ from replica.kv_messages import (
 from replica.kv_stores import BlockStores, Reservation
 from replica.sequence import Sequence, Status
 from replica.step import StepResult
+from replica.transfer_counters import TransferCounters
 
 #: a process that stood still for this share of its lease trusts nothing that it had leased
 _STOOD_STILL = 0.6
@@ -47,24 +50,6 @@ class TransferLimits(msgspec.Struct, frozen=True):
     load_wait_s: float = 0.1
     #: of the pool, what background stores may pin
     store_share: float = 0.125
-
-
-class TransferCounters(msgspec.Struct):
-    """Totals since the start."""
-
-    loads: int = 0
-    #: loads that came to nothing or to less: late, void, or the copy failed
-    failed_loads: int = 0
-    blocks_loaded: int = 0
-    blocks_stored: int = 0
-    #: offered and refused: there already, no room, or not asked for often enough
-    blocks_refused: int = 0
-    #: seconds between question and answer
-    load_wait_s: float = 0.0
-    #: of put back sequences, those whose KV was kept
-    offloads: int = 0
-    #: times that a sequence which wanted a block waited a step for copies to free one
-    stalls: int = 0
 
 
 class KVTransfer:
@@ -119,6 +104,9 @@ class KVTransfer:
         self._stores.forget_connector()
         for job in self._line.drop_unsent():
             self._take(job, ok=False)
+        self._line.use(
+            NO_ARENA
+        )  # its memory stays as long as somebody has it mapped; and a rank's open door keeps us out
         return waiting
 
     def receive(self, message: FromConnector, now: float) -> list[Sequence]:
@@ -207,7 +195,8 @@ class KVTransfer:
             # nothing; a lease costs nothing
             first, hashes = 0, sequence.block_hashes[:first] + hashes
         load = self._loads.ask(sequence, first, hashes, now)
-        self._outbox.append(Acquire(load.lease_id, hashes, self._limits.load_wait_s))
+        before = sequence.block_hashes[first - 1] if first else b""
+        self._outbox.append(Acquire(load.lease_id, hashes, self._limits.load_wait_s, first=first, before=before))
         return True
 
     def begin(self, sequence: Sequence) -> bool:
@@ -259,7 +248,9 @@ class KVTransfer:
             return None
         blocks = self._kept(sequence)
         known = self._known or ()
-        num_missing = sum(h not in known and not self._stores.is_under_way(h) for h, _ in blocks)
+        num_missing = sum(
+            one.block_hash not in known and not self._stores.is_under_way(one.block_hash) for one in blocks
+        )
         num_loaded = max(0, len(blocks) - num_shared // self._blocks.block_size)
         lost = max(0, sequence.num_computed_tokens - num_shared)
         rest = lost - num_loaded * self._blocks.block_size
@@ -384,10 +375,9 @@ class KVTransfer:
         first = len(self._blocks.find_prefix(sequence))
         return first, sequence.block_hashes[first : (sequence.num_tokens - 1) // self._blocks.block_size]
 
-    def _kept(self, sequence: Sequence) -> list[tuple[bytes, int]]:
+    def _kept(self, sequence: Sequence) -> list[Offer]:
         """Its blocks that are full and computed."""
-        count = sequence.num_blocks_committed
-        return list(zip(sequence.block_hashes[:count], sequence.block_ids[:count], strict=True))
+        return [offer_of(sequence, position) for position in range(sequence.num_blocks_committed)]
 
     def _is_worth_it(self, num_blocks: int, num_before: int) -> bool:
         """By what was measured, copies are faster than the model, with so many that come before."""

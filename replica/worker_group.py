@@ -17,6 +17,7 @@ from replica.config import EngineConfig
 from replica.rank_group import RankGroup
 from replica.rank_link import Endpoint
 from replica.rank_seat import Launched
+from replica.step import OpenArena
 from replica.worker import ModelSource, Worker
 
 
@@ -47,7 +48,11 @@ class RankActor:
 
 
 def worker_group(
-    config: EngineConfig, model_source: ModelSource, env_vars: dict[str, str], tell: Callable[[str], object]
+    config: EngineConfig,
+    model_source: ModelSource,
+    env_vars: dict[str, str],
+    tell: Callable[[str], object],
+    open_arena: OpenArena | None = None,
 ) -> RankGroup:
     """The ranks of this replica, which runs in bundle 0 of a group with one bundle more for each rank. Starts nothing
     yet. `config` is resolved; `tell` gets a sentence when ranks are lost, and one when all is whole again.
@@ -68,7 +73,7 @@ def worker_group(
             runtime_env={"env_vars": env_vars},
             max_restarts=0,
         ).remote()
-        return RankActor(handle, (rank, size, endpoint, config, model_source))
+        return RankActor(handle, (rank, size, endpoint, config, model_source, open_arena))
 
     node = ray.get_runtime_context().get_node_id()
     host = str(ray.util.get_node_ip_address()) if config.parallel.ranks_may_be_remote else None

@@ -18,6 +18,7 @@ from prometheus_client.registry import Collector
 from replica.messages import STEP_SECOND_BOUNDS, STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad
 from router import audit
 from router.dispatcher import Dispatcher
+from router.tier_metrics import TIER_BY_LABEL, TIER_COUNTERS, TIER_GAUGES
 
 #: what each replica told Serve of itself when it came up
 Metadata = Mapping[ReplicaId, Mapping[str, str]]
@@ -226,17 +227,17 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
         loads = [([self._model_name, str(view.replica_id)], view.load) for view in self._dispatcher.views.values()]
-        for name, text, read in _GAUGES:
+        for name, text, read in (*_GAUGES, *TIER_GAUGES):
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for values, load in loads:
                 gauge.add_metric(values, read(load))
             yield gauge
-        for name, text, key in _COUNTERS:
+        for name, text, key in (*_COUNTERS, *TIER_COUNTERS):
             counter = CounterMetricFamily(name, text, labels=labels)
             for values, load in loads:
                 counter.add_metric(values, load.counters.get(key, 0))
             yield counter
-        for name, kind, text, label, parts in _BY_LABEL:
+        for name, kind, text, label, parts in (*_BY_LABEL, *TIER_BY_LABEL):
             family = kind(name, text, labels=[*labels, label])
             for values, load in loads:
                 for value, read in parts:

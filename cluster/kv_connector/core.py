@@ -121,6 +121,14 @@ class ConnectorCore:
             return KVTier.DISK
         return KVTier.REMOTE if block_hash in self._peers else None
 
+    def held(self, now: float) -> tuple[list[Instruction], dict[KVTier, list[bytes]]]:
+        """All that this node can give, by tier. Carry out first what comes along: the news until now, so that what
+        follows later is the difference to this.
+        """
+        held: dict[KVTier, list[bytes]] = {KVTier.HOST: list(self._host.found())}
+        held[KVTier.DISK] = [h for h in self._disk if self._host.find(h) is None]
+        return self._news.tell(now), held
+
     @property
     def holders(self) -> list[Holder]:
         """Everybody who has the arena mapped; to look at."""

@@ -15,10 +15,10 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -125,16 +125,17 @@ class DiskTier:
         with self._lock:
             return list(self._journal.entries.values())
 
-    async def write(self, items: list[DiskItem]) -> list[int | None]:
+    def write(self, items: list[DiskItem]) -> Coroutine[Any, Any, list[int | None]]:
         """Store each item's memory in place of what its slot held: the xxh3 of each. None: it could not be written, or
         was forgotten meanwhile; the slot is free. Neighbouring slots in a row go in one call: worth half of the CPU.
+        What the slots held is forgotten at once, before anybody awaits the rest.
         """
         with self._lock:
             turns = [next(self._turns) for _ in items]
             for item, turn in zip(items, turns, strict=True):
                 self._writing[item.slot] = turn, item.block_hash
                 self._journal.remove(item.slot)
-        return await self._on_threads(self._write, list(zip(items, turns, strict=True)))
+        return self._on_threads(self._write, list(zip(items, turns, strict=True)))
 
     async def read(self, items: list[DiskItem]) -> list[int | None]:
         """Exactly the bytes that were stored, at the start of each item's memory: the xxh3 of each. None: a miss, and

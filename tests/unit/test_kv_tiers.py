@@ -10,6 +10,8 @@ from cluster.kv_connector.config import KVCacheConfig, num_slots
 from cluster.kv_connector.eviction import COST_DOUBLES_AT_TOKENS, CostOrder, Evictable, EvictionOrder, LruOrder
 from cluster.kv_connector.instructions import WriteDisk
 from cluster.kv_connector.slots import SlotPool, SlotState
+from cluster.kv_connector.tier_figures import tier_figures
+from cluster.status import format_status
 from replica.config import CacheConfig
 from replica.errors import ConfigError
 from tests.unit.kv_node import Node, hashes, of
@@ -157,6 +159,27 @@ def test_both_tiers_are_off_unless_they_are_asked_for() -> None:
 def test_what_can_not_work_is_said(data: dict, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         load({"kv_cache": data})
+
+
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_kv_is_kept_only_where_there_is_a_place_for_it(mode: str) -> None:
+    sentence = f"scheduler.preemption_mode is '{mode}', .* kv_cache.host_tier_gib is 0; .*allowed then: 'recompute'"
+    with pytest.raises(ConfigError, match=sentence):
+        load({"scheduler": {"preemption_mode": mode}})
+    assert load({"scheduler": {"preemption_mode": mode}, "kv_cache": {"host_tier_gib": 1}}).kv_cache.has_connector
+
+
+def test_what_is_told_of_a_tier_is_a_line_of_shoal_status() -> None:
+    node = Node(num_slots=16)
+    node.store(hashes(4))
+    node.release(node.acquire(hashes(4)))
+    told = tier_figures(node.core.stats(node.now), 100, None, None)
+    assert (told["tier_blocks_host"], told["tier_given_host"], told["tier_stored_bytes_host"]) == (4, 4, 400)
+    zeros = ("queued", "queue_cap", "returning", "running", "kv_blocks", "kv_blocks_free", "kv_fragmentation", "step")
+    shown = {"replica_id": "r", "state": "up", "oldest_wait_s": 0.0, "counters": told, **dict.fromkeys(zeros, 0)}
+    status = {"router_id": "r", "requests": 0, "held": 0, "replicas": [shown]}
+    line = format_status(status).splitlines()[-1].strip()
+    assert line == "KV tiers of its node: host 4 of 16 blocks (25 %), 4 hits; 4 blocks asked for"
 
 
 def test_slots_of_a_size() -> None:

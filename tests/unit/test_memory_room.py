@@ -112,3 +112,12 @@ def test_processes_may_share_cores_within_reason(
         "(num_cpus_per_replica, num_cpus_per_rank)"
     )
     ray_start.refuse_oversubscription(load({"replicas.both": 64, "num_cpus_per_replica": 0.5, "runner": "fake"}))
+
+
+def test_an_arena_counts_and_is_named(tmp_path: Path) -> None:
+    config = load({"kv_cache": {"host_tier_gib": 2, "num_blocks": 10}})
+    engine = resolve(config.engine_config(), HARDWARE)
+    wanted = needs(config, engine, model_folder(tmp_path, {"model.layers.0.mlp": [50, 10]}))
+    assert wanted.tier == (2048 + 90) * MIB
+    short = memory_shortage(config, engine, wanted, 1 << 30)
+    assert "2.1 for kv_cache.host_tier_gib; available are 1.0" in short
