@@ -51,8 +51,8 @@ class Mode(msgspec.Struct, frozen=True):
 
 
 RECOMPUTE, HOST = Mode("recompute"), Mode("host tier", 1.0)
-#: memory for what is on its way only
-DISK = Mode("disk tier", 0.1, 2.0)
+#: memory for what is on its way only: a wave leases up to 280 blocks of 360 KiB, and half of the arena may be leased
+DISK = Mode("disk tier", 0.2, 2.0)
 
 
 class Worth(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ over.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 from cluster.kv_connector.host_tier import Block
 from cluster.kv_connector.instructions import MemberId
@@ -58,9 +58,14 @@ class Holder:
         self.reservations: dict[int, Reservation] = {}
         #: slots that it might still write
         self.quarantine: list[int] = []
-        #: slots by leases, a slot of two counts twice
-        self.num_leased = 0
+        #: blocks by how many of its leases they are in
+        self.leased: Counter[Block] = Counter()
         self.num_reserved = 0
+
+    @property
+    def num_leased(self) -> int:
+        """Blocks of all leases, one of two leases counts twice."""
+        return self.leased.total()
 
     def is_living(self, now: float, lease_s: float) -> bool:
         return not self.is_given_up and now - self.heard_at <= lease_s

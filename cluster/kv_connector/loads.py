@@ -8,6 +8,7 @@ later stays as cache.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -115,10 +116,8 @@ class Loads:
         """A lease, answered at once if nothing has to come."""
         lease = Lease(holder, member, message.lease_id)
         holder.leases[lease.lease_id] = lease
-        room = max(0, self._most_leased - holder.num_leased)
-        lease.is_limited = room < len(message.hashes)
         self.counters.asked += len(message.hashes)
-        found = self._find(message, () if holder.is_peer else message.sources, not holder.is_peer, room)
+        found = self._find(message, lease)
         bringing = _Bringing(self, message, now)
         for i, block in enumerate(found):
             block = block or bringing.bring(i)
@@ -131,7 +130,7 @@ class Loads:
             if not block.is_sealed:
                 self._on_way[block].leases.append(lease)
                 lease.num_missing += 1
-        holder.num_leased += len(lease.blocks)
+        holder.leased.update(lease.blocks)
         if not lease.num_missing:
             return [self._answer(lease), *bringing.told()]
         self._num_deadlines += 1
@@ -195,8 +194,9 @@ class Loads:
         """Raises AssertionError."""
         leases = [lease for holder in holders for lease in holder.leases.values()]
         for holder in holders:
-            count = sum(len(lease.blocks) for lease in holder.leases.values())
-            assert holder.num_leased == count <= self._most_leased, "leased slots are counted wrongly, or too many"
+            counted = Counter(block for lease in holder.leases.values() for block in lease.blocks)
+            assert holder.leased == counted, "leased slots are counted wrongly"
+            assert len(counted) <= self._most_leased, "too many slots are leased"
         waits = [id(lease) for way in self._on_way.values() for lease in way.leases]
         assert len(waits) == sum(lease.num_missing for lease in leases), "who waits for what is not clear"
         assert set(waits) == {id(lease) for lease in leases if lease.num_missing}, "somebody waits for nothing"
@@ -244,13 +244,23 @@ class Loads:
 
     # ---- inside ----
 
-    def _find(self, message: Acquire, sources: Sequence[str], with_peers: bool, room: int) -> list[Block | None]:
+    def _find(self, message: Acquire, lease: Lease) -> list[Block | None]:
         """The run as far as it can be had: blocks that are here, pinned, or on their way; None: to be brought. All of
         them are pinned before anything is brought, since for that something may have to be given up.
+
+        A slot that the holder has by another lease costs it no room: an opening that all share would else use it up.
         """
+        holder = lease.holder
+        with_peers, sources = not holder.is_peer, () if holder.is_peer else message.sources
+        room = self._most_leased - len(holder.leased)
         found: list[Block | None] = []
-        for block_hash in message.hashes[:room]:
+        for block_hash in message.hashes:
             block = self._host.get(block_hash)
+            if block not in holder.leased:
+                if room <= 0:
+                    lease.is_limited = True
+                    break
+                room -= 1
             if block is None:
                 if block_hash not in self._disk and not (with_peers and self._peers.havers(block_hash, sources)):
                     break
@@ -310,7 +320,11 @@ class Loads:
             else:
                 self._on_way[block].leases.remove(lease)
                 lease.num_missing -= 1
-        lease.holder.num_leased -= len(lease.blocks) - end
+        leased = lease.holder.leased
+        for block in lease.blocks[end:]:
+            leased[block] -= 1
+            if not leased[block]:
+                del leased[block]
         del lease.blocks[end:], lease.tiers[end:]
 
     def _unpin(self, blocks: list[Block]) -> None:

@@ -177,6 +177,16 @@ def test_a_holder_leases_a_share_and_is_told_when_it_wants_more() -> None:
     assert len(node.acquire(chain[4:]).slots) == 2
 
 
+def test_an_opening_that_all_share_is_counted_once() -> None:
+    """Half of 16 slots may be leased by one holder: four leases of the same four blocks are four of them."""
+    node = Node(num_slots=16)
+    node.store(hashes(7))
+    leases = [node.acquire(hashes(4)) for _ in range(4)]
+    assert [len(lease.slots) for lease in leases] == [4, 4, 4, 4]
+    longer = node.acquire(hashes(7))
+    assert (len(longer.slots), longer.answer.is_limited) == (7, False)
+
+
 def test_two_leases_of_one_block_end_apart() -> None:
     node = Node(num_slots=2)
     node.hello(2, "replica-1")
