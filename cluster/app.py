@@ -16,6 +16,7 @@ from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.line_socket import tell as tell_line
 from cluster.serve_env import SERVE_ENV
 from cluster.serve_logs import join_serve_logs
+from cluster.serve_policy import serve_options
 from replica.deployment import replica_deployment
 from router.deployment import router_deployment
 from router.tenant_source import TenantRules
@@ -35,7 +36,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         config.model_copy(update={"http": HttpConfig(), "tenants": config.tenants.without_keys()}).model_dump(),
         live_knobs.engine_settings,
         model_store.resolve,
-        num_replicas=config.replicas.both,
+        how_many=serve_options(config),
         replicas_on_node=replicas_on_node(config),
         num_cpus=config.num_cpus_per_replica,
         drain_s=config.drain_s,
@@ -83,4 +84,4 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
 def replicas_on_node(config: ClusterConfig) -> int:
     """How many replicas are likely to share a node's cores: all of them on a laptop, spread evenly otherwise."""
     num_nodes = sum(1 for node in ray.nodes() if node["Alive"]) if ray.is_initialized() else 1
-    return max(1, -(-config.replicas.both // max(1, num_nodes)))
+    return max(1, -(-config.most_replicas // max(1, num_nodes)))

@@ -45,7 +45,7 @@ class Needs(msgspec.Struct, frozen=True):
 
 def needs(config: ClusterConfig, engine: EngineConfig, folder: Path) -> Needs:
     """`engine`: resolved for this machine; `folder`: of the model, there already."""
-    replicas, workers = config.replicas.both, config.bundles is not None
+    replicas, workers = config.most_replicas, config.bundles is not None
     has_model = config.runner == "torch"
     if workers:
         replica_mib = _PLAIN_MIB + config.num_ranks * (_TORCH_RANK_MIB if has_model else _PLAIN_MIB)
@@ -95,7 +95,7 @@ def memory_shortage(config: ClusterConfig, engine: EngineConfig, wanted: Needs, 
     kv = f"kv_cache.num_blocks={num_blocks}" if num_blocks else f"kv_cache.kv_cache_gib={engine.cache.kv_cache_gib:g}"
     ranks = f" of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
     return (
-        f"memory: {config.replicas.both} replica(s){ranks} and {config.router.replicas} router(s) need "
+        f"memory: {config.most_replicas} replica(s){ranks} and {config.router.replicas} router(s) need "
         f"{_gib(wanted.total)} GiB: {_gib(wanted.processes)} for processes, {_gib(wanted.weights)} for weights, "
         f"{_gib(wanted.kv)} for KV ({kv} each); available are {_gib(available)}. Lower replicas.both or what KV takes"
     )

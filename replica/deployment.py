@@ -5,6 +5,7 @@ Serve places, watches and replaces the replica; it sees no request. Requests and
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import uuid
@@ -25,6 +26,7 @@ from replica.memory_check import check_pool
 from replica.messages import Role
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import PacedRunner, RunnerThread
+from replica.scaling_figures import ScalingFigures
 from replica.service import ReplicaService
 from replica.step import ModelRunner
 from replica.step_runner import StepRunner
@@ -97,6 +99,7 @@ class Replica:
         self.incarnation = uuid.uuid4().hex
         self._drain_s = drain_s
         self._drained = False
+        self._scaling = ScalingFigures()
         name = serve.get_replica_context().replica_id.unique_id
         runner = make_step_runner(self.config, model_source, env_vars, lambda text: tell(f"replica {name}: {text}"))
         self.engine = Engine(self.config, runner, incarnation=self.incarnation)
@@ -148,6 +151,14 @@ class Replica:
             "scheduler": self.config.scheduler.model_dump(mode="json"),
         }
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls it while a scaling policy is on, and carries what it returns to the controller. (What is not
+        async it calls on a thread, and the engine core is for the event loop alone.)
+        """
+        core = self.engine.core
+        now = asyncio.get_running_loop().time()
+        return self._scaling.take(core.load(now), core.scheduler.pace.line, now)
+
     def check_health(self) -> None:
         """Raises if the engine makes no progress; Serve then replaces the replica."""
         self.engine.check_health()
@@ -170,7 +181,7 @@ def replica_deployment(
     settings: Settings,
     model_source: ModelSource,
     *,
-    num_replicas: int,
+    how_many: Mapping[str, Any],
     replicas_on_node: int,
     num_cpus: float,
     drain_s: float,
@@ -183,7 +194,7 @@ def replica_deployment(
     role: Role = Role.BOTH,
     node_label: str | None = None,
 ) -> serve.Application:
-    """The Serve application node for `num_replicas` replicas of one role.
+    """The Serve application node for replicas of one role; `how_many`: `num_replicas` or `autoscaling_config`.
 
     `bundles`: what Ray reserves for a replica with worker actors, its own place first, then one for each rank.
     `node_label`: only nodes whose Ray label of that name is the role.
@@ -207,7 +218,7 @@ def replica_deployment(
     deployment = decorate(
         Replica,
         name="Replica",
-        num_replicas=num_replicas,
+        **how_many,
         ray_actor_options=actor_options,
         **placement,
         # one line per health probe and status call would bury everything else
