@@ -12,6 +12,7 @@ import ray
 from ray import serve
 
 from cluster import __version__, live_knobs, model_store, tenant_file
+from cluster.cluster_token import ensure_token, read_token, token_for
 from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.line_socket import tell as tell_line
 from cluster.serve_env import SERVE_ENV
@@ -31,6 +32,7 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
 
 def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
     """The Serve application of a checked configuration. `terminal`: where a `shoal serve` hears of lost ranks."""
+    ensure_token()
     replicas = replica_deployment(
         # API keys are none of its business
         config.model_copy(update={"http": HttpConfig(), "tenants": config.tenants.without_keys()}).model_dump(),
@@ -47,6 +49,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         node_label=config.node_label,
         set_up_logs=join_serve_logs,
         tell=partial(tell_line, terminal),
+        cluster_token=token_for,
     )
     return router_deployment(
         replicas,
@@ -76,6 +79,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
             "needs_keys": config.tenants.needs_keys(config.http.api_keys),
             "num_routers": config.router.replicas,
         },
+        cluster_token=read_token,
         chat_template=config.chat_template,
         set_up_logs=join_serve_logs,
     )

@@ -67,7 +67,8 @@ def make_step_runner(
 
 class Replica:
     """Plain class behind the deployment. `settings` makes the engine's configuration of `config`, `model_source` turns
-    a model name into a folder on this node.
+    a model name into a folder on this node, `cluster_token` reads what routers have to know, for the address that they
+    connect to.
 
     `auto` values are resolved here, from the hardware of the node where the replica really runs.
     """
@@ -80,11 +81,14 @@ class Replica:
         drain_s: float,
         replicas_on_node: int,
         env_vars: dict[str, str],
+        cluster_token: Callable[[str], bytes],
         role: str = Role.BOTH,
         set_up_logs: Callable[[], None] = lambda: None,
         tell: Callable[[str], object] = lambda text: None,
     ) -> None:
         set_up_logs()
+        host = ray.util.get_node_ip_address()
+        token = cluster_token(host)  # before a model is loaded in vain
         at_start, number = settings(config, {})
         hardware = detect_hardware()
         self._resolve = partial(resolve, hardware=hardware, replicas_on_node=replicas_on_node)
@@ -109,8 +113,8 @@ class Replica:
         logger.info("%s", info.description)
         if (room := longest_sequence(info)[0]) < info.max_model_len:
             logger.warning("the KV cache holds %d tokens, less than max_model_len %d", room, info.max_model_len)
-        self._service = ReplicaService(self.engine)
-        self.address = await self._service.start(ray.util.get_node_ip_address())
+        self._service = ReplicaService(self.engine, token)
+        self.address = await self._service.start(host)
         # what start-up left is never garbage: keep the collector from walking it on every step
         gc.collect()
         gc.freeze()
@@ -189,6 +193,7 @@ def replica_deployment(
     request_router_class: str,
     set_up_logs: Callable[[], None],
     tell: Callable[[str], object],
+    cluster_token: Callable[[str], bytes],
     bundles: list[dict[str, float]] | None = None,
     bundle_strategy: str = "STRICT_PACK",
     role: Role = Role.BOTH,
@@ -232,6 +237,15 @@ def replica_deployment(
         request_router_config=RequestRouterConfig.model_validate({"request_router_class": request_router_class}),
     )
     application: serve.Application = deployment.bind(
-        config, settings, model_source, drain_s, replicas_on_node, env_vars, role.value, set_up_logs, tell
+        config,
+        settings,
+        model_source,
+        drain_s,
+        replicas_on_node,
+        env_vars,
+        cluster_token,
+        role.value,
+        set_up_logs,
+        tell,
     )
     return application
