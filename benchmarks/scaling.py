@@ -81,11 +81,13 @@ def ours() -> Policy:
     return OurPolicy(ScalingPolicy(config, FEWEST))
 
 
-def rivals(requests: list[SimRequest], hours: float, settings: ServeSettings) -> Iterator[tuple[float, Outcome]]:
-    """Serve's policy, `target_ongoing_requests` tuned against us: from the largest one down until it pays for at least
+def rivals(
+    requests: list[SimRequest], hours: float, settings: ServeSettings, first: float = TARGETS[0]
+) -> Iterator[tuple[float, Outcome]]:
+    """Serve's policy, `target_ongoing_requests` tuned against us: from `first` down until it pays for at least
     `hours`. What comes last is the rival that is compared: the cheapest that is not cheaper.
     """
-    for target in TARGETS:
+    for target in TARGETS[TARGETS.index(first) :]:
         asked = msgspec.structs.replace(settings, target_ongoing_requests=target)
         outcome = simulate(requests, ServeDefaultPolicy(asked, FEWEST, MOST))
         yield target, outcome

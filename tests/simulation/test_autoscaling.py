@@ -22,7 +22,8 @@ CONFIG = AutoscalingConfig(max_replicas=6, tpot_target_ms=400)
 def poisson(rates: list[tuple[float, float]], seed: int) -> list[SimRequest]:
     """`rates`: (seconds, requests a second), one after the other."""
     rng = random.Random(seed)
-    found, start = [], 0.0
+    found: list[SimRequest] = []
+    start = 0.0
     for span, rate in rates:
         now = start + rng.expovariate(rate)
         while now < start + span:

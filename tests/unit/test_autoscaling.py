@@ -153,7 +153,8 @@ def test_the_rival_decides_as_ray_does(ongoing: list[int]) -> None:
 
     theirs = OfServe(min_replicas=1, max_replicas=100, upscale_delay_s=30, downscale_delay_s=40)
     ours = ServeDefaultPolicy(ServeSettings(downscale_delay_s=40, look_back_period_s=1, metrics_interval_s=1), 1, 100)
-    target, state, mine = 4, {}, 4
+    state: dict[str, Any] = {}
+    target = mine = 4
     for number, count in enumerate(ongoing):
         now = 10.0 * number
         context: Any = SimpleNamespace(current_num_replicas=target, target_num_replicas=target, config=theirs,
