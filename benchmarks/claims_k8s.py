@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks import servers
+from benchmarks import scaling, servers
 from benchmarks.claims import Measured, Skip, claim
+from benchmarks.scaling_rival import ServeSettings
 
 _CI = servers.ROOT / "k8s" / "chart" / "shoal" / "ci"
 
@@ -53,3 +54,25 @@ def broken(full: bool) -> Iterator[tuple[str, Measured]]:
     number = len(list((_CI / "broken").glob("*.yaml")))
     _, others, verdict = _tests("tests/k8s/test_broken.py")
     yield "", Measured(float(others), "not refused", 0, note=f"{number} files; {verdict}")
+
+
+@claim("k8s.scaling")
+def scale(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Share of requests within both targets, ours minus Serve's default policy with the cheapest target that pays for
+    at least as many replica-hours. The short form begins near the target that FULL=1 finds.
+    """
+    for name, near in (("step", 48.0), ("spike", 48.0), ("azure" if full else "azure-quarter", 32.0)):
+        try:
+            requests = scaling.requests_of(scaling.SCENARIOS[name]())
+        except FileNotFoundError as error:
+            raise Skip(f"the public trace is absent: {error.filename}") from None
+        ours = scaling.simulate(requests, scaling.ours())
+        first = scaling.TARGETS[0] if full else near
+        *_, (target, rival) = scaling.rivals(requests, ours.replica_hours, ServeSettings(), first)
+        note = (
+            f"{100 * ours.in_time:.1f} % in {ours.replica_hours:.3f} h; Serve with target {target:g}: "
+            f"{100 * rival.in_time:.1f} % in {rival.replica_hours:.3f} h"
+        )
+        is_fair = rival.replica_hours >= ours.replica_hours
+        gain = 100 * (ours.in_time - rival.in_time)
+        yield name, Measured(gain if is_fair else -100.0, "% of requests", 0, at_most=False, note=note)

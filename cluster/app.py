@@ -12,11 +12,13 @@ import ray
 from ray import serve
 
 from cluster import __version__, live_knobs, model_store, tenant_file
+from cluster.cluster_token import ensure_token, read_token, token_for
 from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.kv_connector.actor import find_connector
 from cluster.line_socket import tell as tell_line
 from cluster.serve_env import SERVE_ENV
 from cluster.serve_logs import join_serve_logs
+from cluster.serve_policy import serve_options
 from replica.deployment import replica_deployment
 from router.deployment import router_deployment
 from router.tenant_source import TenantRules
@@ -31,12 +33,13 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
 
 def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
     """The Serve application of a checked configuration. `terminal`: where a `shoal serve` hears of lost ranks."""
+    ensure_token()
     replicas = replica_deployment(
         # API keys are none of its business
         config.model_copy(update={"http": HttpConfig(), "tenants": config.tenants.without_keys()}).model_dump(),
         live_knobs.engine_settings,
         model_store.resolve,
-        num_replicas=config.replicas.both,
+        how_many=serve_options(config),
         replicas_on_node=replicas_on_node(config),
         num_cpus=config.num_cpus_per_replica,
         drain_s=config.drain_s,
@@ -52,6 +55,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
             if config.kv_cache.has_connector
             else None
         ),
+        cluster_token=token_for,
     )
     return router_deployment(
         replicas,
@@ -81,6 +85,7 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
             "needs_keys": config.tenants.needs_keys(config.http.api_keys),
             "num_routers": config.router.replicas,
         },
+        cluster_token=read_token,
         chat_template=config.chat_template,
         set_up_logs=join_serve_logs,
     )
@@ -89,4 +94,4 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
 def replicas_on_node(config: ClusterConfig) -> int:
     """How many replicas are likely to share a node's cores: all of them on a laptop, spread evenly otherwise."""
     num_nodes = sum(1 for node in ray.nodes() if node["Alive"]) if ray.is_initialized() else 1
-    return max(1, -(-config.replicas.both // max(1, num_nodes)))
+    return max(1, -(-config.most_replicas // max(1, num_nodes)))

@@ -180,7 +180,7 @@ def _resolved_yaml(config: Any) -> str:
     from replica.config import resolve
     from replica.hardware import detect_hardware
 
-    engine = resolve(config.engine_config(), detect_hardware(), config.replicas.both)
+    engine = resolve(config.engine_config(), detect_hardware(), config.most_replicas)
     resolved = config.model_copy(
         update={
             "served_model_name": config.served_name,

@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from cluster.allowed import allowed
+from cluster.autoscaling import AutoscalingConfig
 from cluster.kv_connector.config import KVCacheConfig
 from cluster.tenant_config import TenantsConfig, tenants_of
 from replica.config import (
@@ -106,6 +107,7 @@ class ClusterConfig(FrozenModel):
     runner: Literal["torch", "fake"] = Field("torch", description="fake: no weights, tokens from a cost model.")
     chat_template: str | None = Field(None, description="A Jinja template or the path of one, instead of the model's.")
     replicas: ReplicasConfig = ReplicasConfig()
+    autoscaling: AutoscalingConfig = AutoscalingConfig()
     tensor_parallel_size: int | None = Field(
         None, ge=1, le=64, description="Ranks per replica, each with a part of the model. auto: its GPUs, else 1."
     )
@@ -174,6 +176,16 @@ class ClusterConfig(FrozenModel):
         return self
 
     @model_validator(mode="after")
+    def _most_is_not_below_fewest(self) -> ClusterConfig:
+        most = self.autoscaling.max_replicas
+        if most is not None and most < self.replicas.both:
+            raise ValueError(
+                f"autoscaling.max_replicas is {most} and replicas.both, the fewest, is {self.replicas.both}; allowed: "
+                f"at least {self.replicas.both}, or auto"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _keys_open_one_door(self) -> ClusterConfig:
         if not self.http.api_keys:
             return self
@@ -183,6 +195,11 @@ class ClusterConfig(FrozenModel):
             )
         TenantBook(tenants_of(self.tenants.named, {}, default_tenant(self.http.api_keys).digests), needs_keys=True)
         return self
+
+    @property
+    def most_replicas(self) -> int:
+        """That there may be at a time: `replicas.both`, or what scaling may make of it."""
+        return self.autoscaling.max_replicas or self.replicas.both
 
     @property
     def num_ranks(self) -> int:

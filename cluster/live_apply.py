@@ -90,7 +90,8 @@ def in_force() -> InForce:
         now = lay_over(first["start"], first["overlay"] if refused else held.overlays["Router"])
     except ConfigError:  # it came by a file, and no router has refused it yet
         now = lay_over(first["start"], first["overlay"])
-    now = now.model_copy(update={"replicas": ReplicasConfig(both=num_replicas_held())})
+    if now.autoscaling.max_replicas is None:  # else it is the fewest, and the policy says how many there are
+        now = now.model_copy(update={"replicas": ReplicasConfig(both=num_replicas_held())})
     return InForce(first["start"], now, replicas[0]["scheduler"], refused, held)
 
 
@@ -108,7 +109,7 @@ def put_in_force(found: InForce, wanted: ClusterConfig, keys: Iterable[str]) -> 
 
 def num_replicas_held() -> int:
     """How many the controller is to keep up. Raises ShoalError when the application is gone."""
-    return int(_info("Replica")[0].deployment_config.num_replicas)
+    return _num_held("Replica")
 
 
 def submit_num_replicas(count: int) -> None:
@@ -251,7 +252,17 @@ def _look(name: str) -> Seen:
     answers = _ask(name, _ASK_AGAIN_S)
     deployment = application_status().deployments[name]
     starting = sum(count for state, count in deployment.replica_states.items() if state == "STARTING")
-    return Seen(name, int(_info(name)[0].deployment_config.num_replicas), starting, answers)
+    return Seen(name, _num_held(name), starting, answers)
+
+
+def _num_held(name: str) -> int:
+    held = _info(name)[0].deployment_config
+    if held.autoscaling_config is None:
+        return int(held.num_replicas)
+    from cluster.app import APP_NAME
+
+    details = _client().get_serve_details()["applications"].get(APP_NAME, {})
+    return int(details.get("deployments", {}).get(name, {}).get("target_num_replicas", 0))
 
 
 def application_status() -> Any:

@@ -27,6 +27,11 @@ def scale(found: InForce, count: int, is_all_here: bool, tell: Callable[[str], o
     `is_all_here`: the whole cluster is this machine; `tell` takes a line when something has changed.
     """
     refuse_declared("change `num_replicas` of the deployment Replica there, see docs/start_and_stop.md")
+    if (most := found.now.autoscaling.max_replicas) is not None:
+        raise ConfigError(
+            f"autoscaling decides how many replicas there are, {found.now.replicas.both} to {most}: both are given at "
+            "the start (replicas.both, autoscaling.max_replicas)"
+        )
     before = found.now.replicas.both
     if count > before:
         _check_room(found.now, count - before, is_all_here)

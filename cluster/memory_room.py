@@ -47,7 +47,7 @@ class Needs(msgspec.Struct, frozen=True):
 
 def needs(config: ClusterConfig, engine: EngineConfig, folder: Path) -> Needs:
     """`engine`: resolved for this machine; `folder`: of the model, there already."""
-    replicas, workers = config.replicas.both, config.bundles is not None
+    replicas, workers = config.most_replicas, config.bundles is not None
     has_model = config.runner == "torch"
     if workers:
         replica_mib = _PLAIN_MIB + config.num_ranks * (_TORCH_RANK_MIB if has_model else _PLAIN_MIB)
@@ -99,7 +99,7 @@ def memory_shortage(config: ClusterConfig, engine: EngineConfig, wanted: Needs, 
     ranks = f" of {config.num_ranks} ranks" if config.num_ranks > 1 else ""
     tier = f", {_gib(wanted.tier)} for kv_cache.host_tier_gib" if wanted.tier else ""
     return (
-        f"memory: {config.replicas.both} replica(s){ranks} and {config.router.replicas} router(s) need "
+        f"memory: {config.most_replicas} replica(s){ranks} and {config.router.replicas} router(s) need "
         f"{_gib(wanted.total)} GiB: {_gib(wanted.processes)} for processes, {_gib(wanted.weights)} for weights, "
         f"{_gib(wanted.kv)} for KV ({kv} each){tier}; available are {_gib(available)}. "
         "Lower replicas.both or what KV takes"

@@ -31,12 +31,12 @@ def refuse_oversubscription(config: ClusterConfig) -> None:
     bundles = [{"CPU": bundle.get("CPU", 0.0)} for bundle in replica_bundles(config)]
     cpus = float(cores * CPUS_PER_CORE)
     machine = NodeRoom("this machine", {"CPU": cpus}, {"CPU": cpus})
-    if short := shortage(bundles, config.replicas.both, config.rank_placement, [machine]):
+    if short := shortage(bundles, config.most_replicas, config.rank_placement, [machine]):
         raise ConfigError(
             f"resources: {short} ({cores} cores, each shared by at most {CPUS_PER_CORE} processes); lower "
             "replicas.both or tensor_parallel_size, or what each reserves (num_cpus_per_replica, num_cpus_per_rank)"
         )
-    runners = config.replicas.both * config.num_ranks
+    runners = config.most_replicas * config.num_ranks
     if runners > cores and config.runner == "torch":
         what = "ranks" if config.num_ranks > 1 else "replicas"
         say(f"{runners} {what} share {cores} cores: they will wait for each other")
@@ -48,7 +48,7 @@ def start_ray(config: ClusterConfig, driver: Driver) -> None:
 
     say("starting Ray")
     of_replica = sum(bundle.get("CPU", 0) for bundle in replica_bundles(config))
-    needed = config.replicas.both * of_replica + config.router.replicas + 1
+    needed = config.most_replicas * of_replica + config.router.replicas + 1
     ray.init(
         address="local",
         # to Ray a counter; what is too much was refused before

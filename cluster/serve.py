@@ -213,7 +213,7 @@ def _prepare_model(config: ClusterConfig, is_all_here: bool) -> None:
     if is_bound and config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len: {config.max_model_len} is longer than the model's context of {limit}")
     if is_all_here:
-        engine = resolve(config.engine_config(), detect_hardware(), config.replicas.both)
+        engine = resolve(config.engine_config(), detect_hardware(), config.most_replicas)
         if short := memory_shortage(config, engine, needs(config, engine, folder), available_bytes()):
             raise ConfigError(short)
 

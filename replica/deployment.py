@@ -5,6 +5,7 @@ Serve places, watches and replaces the replica; it sees no request. Requests and
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import uuid
@@ -28,6 +29,7 @@ from replica.messages import Role
 from replica.node_link import FindDoor, NodeLink
 from replica.runner_process import RunnerProcess
 from replica.runner_thread import PacedRunner, RunnerThread
+from replica.scaling_figures import ScalingFigures
 from replica.service import ReplicaService
 from replica.step import ModelRunner, OpenArena
 from replica.step_runner import StepRunner
@@ -79,7 +81,8 @@ def _tell_as(name: str, tell: Callable[[str], object], text: str) -> object:
 
 class Replica:
     """Plain class behind the deployment. `settings` makes the engine's configuration of `config`, `model_source` turns
-    a model name into a folder on this node.
+    a model name into a folder on this node, `cluster_token` reads what routers have to know, for the address that they
+    connect to.
 
     `auto` values are resolved here, from the hardware of the node where the replica really runs.
     """
@@ -92,12 +95,15 @@ class Replica:
         drain_s: float,
         replicas_on_node: int,
         env_vars: dict[str, str],
+        cluster_token: Callable[[str], bytes],
         role: str = Role.BOTH,
         set_up_logs: Callable[[], None] = lambda: None,
         tell: Callable[[str], object] = lambda text: None,
         find_connector: FindConnector | None = None,
     ) -> None:
         set_up_logs()
+        host = ray.util.get_node_ip_address()
+        token = cluster_token(host)  # before a model is loaded in vain
         at_start, number = settings(config, {})
         hardware = detect_hardware()
         self._resolve = partial(resolve, hardware=hardware, replicas_on_node=replicas_on_node)
@@ -112,6 +118,7 @@ class Replica:
         self.incarnation = uuid.uuid4().hex
         self._drain_s = drain_s
         self._drained = False
+        self._scaling = ScalingFigures()
         name = serve.get_replica_context().replica_id.unique_id
         tell_own = partial(_tell_as, name, tell)
         if find_connector is not None and self.config.parallel.ranks_may_be_remote:
@@ -129,8 +136,8 @@ class Replica:
         logger.info("%s", info.description)
         if (room := longest_sequence(info)[0]) < info.max_model_len:
             logger.warning("the KV cache holds %d tokens, less than max_model_len %d", room, info.max_model_len)
-        self._service = ReplicaService(self.engine)
-        self.address = await self._service.start(ray.util.get_node_ip_address())
+        self._service = ReplicaService(self.engine, token)
+        self.address = await self._service.start(host)
         # what start-up left is never garbage: keep the collector from walking it on every step
         gc.collect()
         gc.freeze()
@@ -171,6 +178,14 @@ class Replica:
             "scheduler": self.config.scheduler.model_dump(mode="json"),
         }
 
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls it while a scaling policy is on, and carries what it returns to the controller. (What is not
+        async it calls on a thread, and the engine core is for the event loop alone.)
+        """
+        core = self.engine.core
+        now = asyncio.get_running_loop().time()
+        return self._scaling.take(core.load(now), core.scheduler.pace.line, now)
+
     def check_health(self) -> None:
         """Raises if the engine makes no progress; Serve then replaces the replica."""
         self.engine.check_health()
@@ -193,7 +208,7 @@ def replica_deployment(
     settings: Settings,
     model_source: ModelSource,
     *,
-    num_replicas: int,
+    how_many: Mapping[str, Any],
     replicas_on_node: int,
     num_cpus: float,
     drain_s: float,
@@ -201,13 +216,14 @@ def replica_deployment(
     request_router_class: str,
     set_up_logs: Callable[[], None],
     tell: Callable[[str], object],
+    cluster_token: Callable[[str], bytes],
     find_connector: FindConnector | None = None,
     bundles: list[dict[str, float]] | None = None,
     bundle_strategy: str = "STRICT_PACK",
     role: Role = Role.BOTH,
     node_label: str | None = None,
 ) -> serve.Application:
-    """The Serve application node for `num_replicas` replicas of one role.
+    """The Serve application node for replicas of one role; `how_many`: `num_replicas` or `autoscaling_config`.
 
     `bundles`: what Ray reserves for a replica with worker actors, its own place first, then one for each rank.
     `node_label`: only nodes whose Ray label of that name is the role.
@@ -231,7 +247,7 @@ def replica_deployment(
     deployment = decorate(
         Replica,
         name="Replica",
-        num_replicas=num_replicas,
+        **how_many,
         ray_actor_options=actor_options,
         **placement,
         # one line per health probe and status call would bury everything else
@@ -251,6 +267,7 @@ def replica_deployment(
         drain_s,
         replicas_on_node,
         env_vars,
+        cluster_token,
         role.value,
         set_up_logs,
         tell,

@@ -16,6 +16,7 @@ import msgspec
 from replica.engine import Engine
 from replica.messages import CHANNEL_OPTIONS, METHOD, RouterId, decode_down
 from replica.router_link import RouterLink
+from replica.stream_proof import PROOF_KEY, is_proof
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +28,13 @@ _OPTIONS = [
 
 
 class ReplicaService:
-    """Serves `METHOD` for one engine. A router names itself in the metadata key `router-id`."""
+    """Serves `METHOD` for one engine. A router names itself in the metadata key `router-id`, and where there is a
+    `token` it proves in `cluster-proof` that it knows it, before anything that it sends is looked at.
+    """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, token: bytes = b"") -> None:
         self._engine = engine
+        self._token = token
         self._server = grpc.aio.server(options=_OPTIONS)
         handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(self._connect)
         service, method = METHOD.strip("/").split("/")
@@ -50,6 +54,11 @@ class ReplicaService:
         router_id, incarnation = metadata.get("router-id"), metadata.get("incarnation")
         if not router_id:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "metadata key router-id is missing")
+        if self._token:
+            shown = metadata.get(PROOF_KEY, "")
+            if not is_proof(shown, self._token, str(router_id), str(incarnation or "")):
+                logger.warning("%s was refused: it does not know this cluster's token", context.peer())
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, "you do not know this cluster's token")
         if incarnation and incarnation != self._engine.incarnation:
             # the port of a dead replica was taken over by this one; the router means the dead one
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another incarnation listens here")

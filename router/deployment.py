@@ -44,7 +44,8 @@ class Router:
     """Plain class behind the deployment. Serve calls `__serve_build_asgi_app__` after the constructor.
 
     `config` is the whole configuration at the start; `live` makes of it what may change, `tenant_rules` its tenants;
-    `settings` is the rest. `tenant_settings`: the tenants' file or None, whether keys are needed, how many routers.
+    `settings` is the rest. `cluster_token` reads what replicas want a proof of. `tenant_settings`: the tenants' file or
+    None, whether keys are needed, how many routers.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -57,6 +58,7 @@ class Router:
         live: Live,
         tenant_rules: TenantRules,
         tenant_settings: Mapping[str, Any],
+        cluster_token: Callable[[], bytes],
         chat_template: str | None = None,
         set_up_logs: Callable[[], None] = lambda: None,
     ) -> None:
@@ -72,7 +74,10 @@ class Router:
         now = live(config, {})
         self.settings = _complete({**settings, "router_name": router_id, "policy": now.order_policy}, tokenizer)
         self.backend = LiveBackend(
-            Dispatcher(now.dispatcher, POLICIES[now.placement]), router_id, self.settings.served_model_names[0]
+            Dispatcher(now.dispatcher, POLICIES[now.placement]),
+            router_id,
+            self.settings.served_model_names[0],
+            token=cluster_token(),
         )
         self.backend.config_number = now.number
         self._grammars = GrammarChecker()

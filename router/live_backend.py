@@ -59,13 +59,16 @@ class LiveBackend:
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
+        token: bytes = b"",
     ) -> None:
+        """`token`: of the cluster; replicas want a proof of it. Empty: none is shown."""
         self.dispatcher = dispatcher
         self.journal = dispatcher.journal
         self.router_id = router_id
         #: names the configuration: equal numbers, equal live values
         self.config_number = 0
         self._model_name = model_name
+        self._token = token
         self._clock = clock
         #: seconds since the epoch: what order keys and deadlines are told in
         self._wall_clock = wall_clock
@@ -215,6 +218,7 @@ class LiveBackend:
                 self.router_id,
                 self._on_message,
                 self._on_broken,
+                self._token,
             )
         for replica_id in [r for r in self._known if r not in replicas]:
             del self._known[replica_id]

@@ -24,6 +24,7 @@ from replica.messages import (
     decode_up,
     encode,
 )
+from replica.stream_proof import PROOF_KEY, proof
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +77,14 @@ class ReplicaClient:
         router_id: RouterId,
         on_message: Callable[[ReplicaId, UpMessage], None],
         on_broken: Callable[[ReplicaId], None],
+        token: bytes = b"",
     ) -> None:
         self.replica_id = replica_id
         self._address = address
-        self._metadata = (("router-id", router_id), ("incarnation", incarnation))
+        self._metadata = [("router-id", router_id), ("incarnation", incarnation)]
+        if token:
+            self._metadata.append((PROOF_KEY, proof(token, router_id, incarnation)))
+        self._was_refused = False
         self._on_message = on_message
         self._on_broken = on_broken
         self._outbox = Outbox()
@@ -115,7 +120,7 @@ class ReplicaClient:
         heard = False
         async with grpc.aio.insecure_channel(self._address, options=_OPTIONS) as channel:
             connect: grpc.aio.StreamStreamMultiCallable[bytes, bytes] = channel.stream_stream(METHOD)
-            call = connect(outbox.drain(), metadata=self._metadata)
+            call = connect(outbox.drain(), metadata=tuple(self._metadata))
             try:
                 # no deadline: gRPC's keep-alive breaks a stream whose far side is gone, and the dispatcher leaves a
                 # replica that says nothing, whatever its stream does
@@ -124,6 +129,9 @@ class ReplicaClient:
                     self._on_message(self.replica_id, decode_up(data))
             except grpc.aio.AioRpcError as error:
                 logger.debug("stream to %s broke: %s", self.replica_id, error.code())
+                if error.code() is grpc.StatusCode.UNAUTHENTICATED and not self._was_refused:
+                    self._was_refused = True  # it will go on: once is enough
+                    logger.error("replica %s at %s knows another cluster token", self.replica_id, self._address)
             except msgspec.DecodeError:
                 logger.exception("replica %s sent something that is no message", self.replica_id)
             except Exception:  # a mistake of ours must not leave requests waiting behind a dead task

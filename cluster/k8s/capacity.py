@@ -67,26 +67,34 @@ def check(service: Document, config: ClusterConfig, counts: Mapping[str, int]) -
     for role, count, bundles, packed in wanted:
         selector = {config.node_label: role} if config.node_label else {}
         here = [group for group in all_groups if selector.items() <= group.labels.items()]
-        found += _fit(role, count, bundles, packed, selector, here)
+        most = max(count, config.autoscaling.max_replicas or 0) if role == "both" else count
+        found += _fit(role, count, most, bundles, packed, selector, here)
     return found
 
 
 def _fit(
-    role: str, count: int, bundles: Sequence[Resources], packed: str, selector: Mapping[str, str], here: list[Group]
+    role: str,
+    count: int,
+    most: int,
+    bundles: Sequence[Resources],
+    packed: str,
+    selector: Mapping[str, str],
+    here: list[Group],
 ) -> list[Finding]:
+    """`count` at the start, `most` that scaling may make of them."""
     place = "spec.rayClusterConfig.workerGroupSpecs"
     if not here:
         text = f"no group has the label {_text(selector)}, and {count} {role} replica(s) ask for it: pending for ever"
         return [Finding(place, text)]
     one_each = role == "router"
     # more pods than parts of all replicas change nothing
-    enough = count * len(bundles)
+    enough = most * len(bundles)
     nodes = [group.room for group in here for _ in range(min(group.most, enough))]
-    placed, _ = fits(bundles, count, packed, nodes, one_each)
-    if placed < count:
+    placed, _ = fits(bundles, most, packed, nodes, one_each)
+    if placed < most:
         each = " + ".join(_text(bundle) for bundle in bundles)
         has = ", ".join(f"{group.most} pod(s) of {_text(group.room)} in {group.name}" for group in here)
-        text = f"{count} {role} replica(s) of {each} ({packed}) ask for room and {has} hold {placed}: pending for ever"
+        text = f"{most} {role} replica(s) of {each} ({packed}) ask for room and {has} hold {placed}: pending for ever"
         return [Finding(here[0].path, text)]
     _, used = fits(bundles, count, packed, [group.room for group in here for _ in range(group.pods)], one_each)
     pods = sum(group.pods for group in here)

@@ -44,6 +44,8 @@ def args_of(values: ChartValues) -> dict[str, Any]:
         "router": {"replicas": values.router.replicas},
         **_processors(values),
     }
+    if values.autoscaler.maxReplicas is not None and not values.disaggregation.enabled:
+        args["autoscaling"] = {"max_replicas": values.autoscaler.maxReplicas}
     if values.model.servedName is not None:
         args["served_model_name"] = values.model.servedName
     if values.model.maxLen is not None:

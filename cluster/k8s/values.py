@@ -21,6 +21,7 @@ DERIVED = {
     "served_model_name": "model.servedName",
     "max_model_len": "model.maxLen",
     "replicas.both": "replicas",
+    "autoscaling.max_replicas": "autoscaler.maxReplicas",
     "tensor_parallel_size": "tensorParallel",
     "num_gpus_per_replica": "device, tensorParallel",
     "rank_placement": "pods.hostsPerReplica",
@@ -163,7 +164,9 @@ class AutoscalerValues(FrozenModel):
     """Ray's autoscaler (v2) adds and removes pods; without it the numbers of pods are fixed."""
 
     enabled: bool = Field(False, description="Needed for an incremental upgrade.")
-    maxReplicas: int | None = Field(None, ge=1, le=1024, description="Of each role; null: twice as many.")
+    maxReplicas: int | None = Field(
+        None, ge=1, le=1024, description="Given: replicas come and go with the load; null: their number is fixed."
+    )
     idleTimeoutSeconds: int = Field(300, ge=30, le=86_400, description="A pod without work goes after it.")
 
 
@@ -184,6 +187,12 @@ class RayAuthValues(FrozenModel):
 
     enabled: bool = Field(True, description="The operator makes a token for each cluster.")
     secretName: str = _Name
+
+
+class ClusterTokenValues(SecretValues):
+    """What routers prove to replicas that they know."""
+
+    key: str = Field("token", min_length=1, description="Key in the Secret; no Secret: derived from Ray's token.")
 
 
 class NetworkPolicyValues(FrozenModel):
@@ -237,6 +246,7 @@ class ChartValues(FrozenModel):
     autoscaler: AutoscalerValues = AutoscalerValues()
     headState: HeadStateValues = HeadStateValues()
     rayAuth: RayAuthValues = RayAuthValues()
+    clusterToken: ClusterTokenValues = ClusterTokenValues()
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     monitoring: MonitoringValues = MonitoringValues()
     service: ServiceValues = ServiceValues()
@@ -272,6 +282,8 @@ def values_of(config: ClusterConfig) -> dict[str, Any]:
             value = -int(-value // 1)  # whole seconds, never less
         if value is not None:
             put(values, place, value)
+    if (most := config.autoscaling.max_replicas) is not None:
+        values["autoscaler"] = {"enabled": True, "maxReplicas": most}
     default = dict(flat(ClusterConfig().model_dump(mode="json")))
     rest = {key: value for key, value in given.items() if key not in DERIVED and value != default.get(key)}
     for key, value in rest.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from cluster.simulation.event_queue import EventQueue, Rank
@@ -102,12 +102,24 @@ class SimCluster:
 
         self.events.at(time_s, Rank.FAULT, freeze)
 
-    def run(self, requests: Sequence[SimRequest], until_s: float = float("inf")) -> list[SimRecord]:
-        """Run until nothing is left to happen. One record per request, in the order given."""
+    def remove(self, replica_id: ReplicaId) -> None:
+        """A drained replica ends."""
+        self._kill(replica_id, None)
+
+    def run(
+        self,
+        requests: Sequence[SimRequest],
+        until_s: float = float("inf"),
+        follow: Callable[[list[SimRecord]], None] = lambda records: None,
+    ) -> list[SimRecord]:
+        """Run until nothing is left to happen. One record per request, in the order given; `follow` gets them before
+        anything happens.
+        """
         routers = list(self.routers.values())
         records = [SimRecord(request) for request in requests]
         for record in records:
             self._plan_client(record, routers[record.request.router % len(routers)])
+        follow(records)
         self._beat(records)
         self.events.run(until_s)
         return records

@@ -64,7 +64,13 @@ def test_a_bad_release_name_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", DERIVED)
 def test_a_derived_key_in_config_is_refused_by_both(key: str, tmp_path: Path) -> None:
     numbers = ("replicas.both", "tensor_parallel_size", "num_gpus_per_replica", "router.replicas", "drain_s")
-    value: object = 2 if key in (*numbers, "longest_stream_s") else 4096 if key == "max_model_len" else "PACK"
+    value: object = (
+        2
+        if key in (*numbers, "longest_stream_s", "autoscaling.max_replicas")
+        else 4096
+        if key == "max_model_len"
+        else "PACK"
+    )
     value = ["k"] if key == "http.api_keys" else value
     config: dict[str, object] = {key.partition(".")[0]: {key.partition(".")[2]: value} if "." in key else value}
     path = tmp_path / "values.yaml"

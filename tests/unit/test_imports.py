@@ -31,6 +31,7 @@ CONTRACT = {
     "replica.stages",
     "replica.block_hash",
     "replica.errors",
+    "replica.stream_proof",
 }
 
 #: third parties a PURE module may name (yaml: configuration is read by a PURE module, and it loads nothing forbidden;

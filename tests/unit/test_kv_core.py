@@ -178,12 +178,13 @@ def test_a_holder_leases_a_share_and_is_told_when_it_wants_more() -> None:
 
 
 def test_an_opening_that_all_share_is_counted_once() -> None:
-    """Half of 16 slots may be leased by one holder: four leases of the same four blocks are four of them."""
-    node = Node(num_slots=16)
+    """Half of 32 slots may be leased by one holder: four leases of the same four blocks are four of them."""
+    node = Node(num_slots=32)
     node.store(hashes(7))
     leases = [node.acquire(hashes(4)) for _ in range(4)]
     assert [len(lease.slots) for lease in leases] == [4, 4, 4, 4]
     longer = node.acquire(hashes(7))
+    assert longer.answer is not None
     assert (len(longer.slots), longer.answer.is_limited) == (7, False)
 
 

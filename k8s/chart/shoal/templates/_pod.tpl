@@ -145,6 +145,10 @@ spec:
   valueFrom: {secretKeyRef: {name: {{ $v.hfToken.secretName }}, key: {{ $v.hfToken.key }}, optional: true}}
 {{- end }}
 {{- end }}
+{{- with $v.clusterToken.secretName }}
+- name: SHOAL_CLUSTER_TOKEN
+  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $v.clusterToken.key }}}}
+{{- end }}
 {{- range $name, $value := .env }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}

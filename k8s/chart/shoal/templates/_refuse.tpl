@@ -84,9 +84,12 @@
 {{- if and $v.rayAuth.secretName (not $v.rayAuth.enabled) -}}
 {{- fail (printf "rayAuth.secretName is %q and rayAuth.enabled is false: the token would not be asked for" $v.rayAuth.secretName) -}}
 {{- end -}}
-{{- range $name := list "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "HF_TOKEN" -}}
+{{- if not (or $v.rayAuth.enabled $v.clusterToken.secretName) -}}
+{{- fail "clusterToken.secretName is empty and rayAuth.enabled is false: replicas and routers would have no token to know each other by. Name an existing Secret (key: clusterToken.key)" -}}
+{{- end -}}
+{{- range $name := list "SHOAL_CLUSTER_TOKEN" "SHOAL_CLUSTER_TOKEN_FILE" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "HF_TOKEN" -}}
 {{- if hasKey $v.pods.env $name -}}
-{{- fail (printf "pods.env.%s follows from other values (drain, headState, rayAuth, hfToken); set those" $name) -}}
+{{- fail (printf "pods.env.%s follows from other values (drain, headState, rayAuth, clusterToken, hfToken); set those" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
@@ -98,6 +101,7 @@
   "served_model_name" "model.servedName"
   "max_model_len" "model.maxLen"
   "replicas.both" "replicas"
+  "autoscaling.max_replicas" "autoscaler.maxReplicas"
   "tensor_parallel_size" "tensorParallel"
   "num_gpus_per_replica" "device, tensorParallel"
   "rank_placement" "pods.hostsPerReplica"

@@ -10,6 +10,7 @@
 {{- else -}}
 {{- $_ := set $args "replicas" (dict "both" (int $v.replicas)) -}}
 {{- end -}}
+{{- if and $v.autoscaler.maxReplicas (not $v.disaggregation.enabled) -}}{{- $_ := set $args "autoscaling" (dict "max_replicas" (int $v.autoscaler.maxReplicas)) -}}{{- end -}}
 {{- if $v.model.servedName -}}{{- $_ := set $args "served_model_name" $v.model.servedName -}}{{- end -}}
 {{- if $v.model.maxLen -}}{{- $_ := set $args "max_model_len" (int $v.model.maxLen) -}}{{- end -}}
 {{- if gt (int $v.pods.hostsPerReplica) 1 -}}{{- $_ := set $args "rank_placement" "PACK" -}}{{- end -}}
