@@ -1,4 +1,4 @@
-"""PURE. Part of the contract: a prompt that one replica computes and another one goes on with (`docs/disaggregation.md`).
+"""PURE. Part of the contract: a prompt that one replica computes and another goes on with (`docs/disaggregation.md`).
 
 router                          decode replica D                      prefill replica P
   Submit(kv_source) ─────────────> queued, then blocks and a seat

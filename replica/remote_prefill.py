@@ -167,7 +167,8 @@ class RemotePrefills:
         assert self.num_tokens == sum(map(_num_awaited, everyone)), "awaited tokens are counted wrongly"
         assert self.num_unseated == sum(_until(s) is None for s in everyone), "unseated ones are counted wrongly"
         for sequence in everyone:
-            assert sequence.remote is not None and sequence.status is not Status.FINISHED, f"{sequence} waits no more"
+            assert sequence.remote is not None, f"{sequence} has gone on"
+            assert sequence.status is not Status.FINISHED, f"{sequence} waits no more"
             assert (_until(sequence) is not None) == (sequence.status is Status.RUNNING), f"{sequence}: a seat or none?"
 
     def _release(self, sequence: Sequence) -> None:

@@ -65,7 +65,8 @@ class HandOver:
 
     def prefill_at(self, prefill_id: ReplicaId, until: float) -> DispatchPrefill:
         """A leg begins."""
-        assert self.stage is not Stage.OVER and self.may_try_again
+        assert self.stage is not Stage.OVER
+        assert self.may_try_again
         self.stage, self.prefill_id, self.deadline = Stage.PREFILLING, prefill_id, until
         self.num_legs += 1
         self.tried.add(prefill_id)

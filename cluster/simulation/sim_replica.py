@@ -171,6 +171,7 @@ class SimReplica:
         if self.is_alive:
             self.core.end_overdue(self._events.now)
             self._publish_ended()
+            self._start_soon()  # who waited for blocks of another replica goes on without them
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, {}
