@@ -70,6 +70,7 @@ class PrefillDesk:
         if not message.is_waiting:
             hand_over.open.discard(message.index)
         if not hand_over.open:
+            self._drop_leg(hand_over, is_there=True)
             self._end(hand_over)
         elif hand_over.stage is Stage.SEATING and message.is_waiting:
             self._num_coming -= request.num_tokens
