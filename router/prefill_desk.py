@@ -41,6 +41,10 @@ class PrefillDesk:
     def __len__(self) -> int:
         return len(self._hand_overs)
 
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Some sequence of it is to be continued."""
+        return request_id in self._hand_overs
+
     # ---- decisions ----
 
     def begin(self, request: Tracked, decode: ReplicaView, now: float) -> KVSource | None:
@@ -175,6 +179,7 @@ class PrefillDesk:
             assert hand_over.open, f"{hand_over.request_id}: nobody is to be continued"
             place = (hand_over.request_id, hand_over.decode_id, hand_over.epoch)
             assert is_at(*place), f"{hand_over.request_id} has left its decode replica"
+            assert hand_over.prefill_id is None or hand_over.prefill_id in self.views, "its prefill replica is gone"
             assert (hand_over.deadline is None) == (hand_over.stage is Stage.SEATING), "a wait without a deadline"
         under_way = {h.leg_id: h for h in self._hand_overs.values() if h.prefill_id is not None}
         assert under_way == self._legs, "legs without a hand-over, or the contrary"

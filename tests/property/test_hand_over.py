@@ -166,8 +166,11 @@ class HandOverMachine(RuleBasedStateMachine):
         """Late, or twice."""
         replica_id, seated = data.draw(st.sampled_from(self.old_seats))
         if seated.is_waiting:
+            is_of_now = self.names.get((replica_id, RequestId(seated.request_id))) == seated.hand_over
             self.dispatcher.on_seated(replica_id, seated, self.now)
-            self.carry_out([])
+            orders = self.dispatcher.take_orders()
+            assert is_of_now or not orders, "an earlier hand-over's seat counts"
+            self.carry_out(orders)
 
     @precondition(lambda self: self.old_legs)
     @rule(
@@ -297,15 +300,21 @@ class HandOverMachine(RuleBasedStateMachine):
             if told and not all(told.values()):
                 assert request_id in self.alive, "a seat of a request that is over"
                 assert self.dispatcher.replica_of(request_id) == replica_id, "a seat that the request has left"
-                assert len(desk) > 0, "a seat that nobody will continue"
+                assert request_id in desk, "a seat that nobody will continue"
         for (replica_id, leg_id), indices in self.legs.items():
             if indices:
-                assert any(desk.request_of(leg_id, replica_id, i) for i in range(NUM_SEQUENCES)), "P works for nobody"
+                wanted = {i: desk.request_of(leg_id, replica_id, i) for i in range(NUM_SEQUENCES)}
+                assert any(wanted.values()), "P works for nobody"
+                for index, request_id in wanted.items():
+                    if request_id is not None:
+                        assert self.tokens[request_id][index] == 0, "another first token is waited for"
 
     def teardown(self) -> None:
         """Time alone, without a word of any replica, ends every hand-over and every held request."""
         for _ in range(8):
             self.now += 5.0
+            for name in DECODES + PREFILLS:
+                self.hear(name, 0)
             self.carry_out(self.dispatcher.on_time(self.now))
         seating = [key for key, told in self.reserved.items() if told and not all(told.values())]
         assert all(not indices for indices in self.legs.values()), "a leg without an end"
