@@ -28,8 +28,8 @@ LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 DECISIONS: tuple[Decision, ...] = ("auto", "always", "never")
 NUM_DECODE = 3
 VOCAB = 49152
-#: about a mid-size model on one GPU: 40,000 prompt tokens/s, 8 ms for a step of 64 decodes; 128 KiB of KV a token, and a
-#: link of 100 Gbit/s
+#: about a mid-size model on one GPU: 40,000 prompt tokens/s, 8 ms for a step of 64 decodes; 128 KiB of KV a token, and
+#: a link of 100 Gbit/s
 COST = CostModel(base_s=5e-3, per_token_s=2.5e-5, per_sequence_s=3e-5, per_context_token_s=4e-9)
 KV_BYTES_PER_TOKEN, LINK_BYTES_S = 131072.0, 12e9
 #: Mooncake's prompts are ten times as long as Azure's: at full length some do not fit into a pool

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import enum
 
-from replica.hand_over_messages import KVSource
-from replica.messages import ReplicaId, RequestId
+from replica.messages import KVSource, ReplicaId, RequestId
 from router.instructions import DispatchPrefill, Instruction, SendAbort, SendContinue
 from router.tracked import Tracked
 

@@ -1,6 +1,6 @@
 """PURE. A dispatcher whose requests may have two replicas: one that decodes, placed as any other, and one that computes
-the prompt (`router/prefill_desk.py`). Prefill replicas are unknown to the dispatcher itself, so nothing of holding, caps
-and losses changes.
+the prompt (`router/prefill_desk.py`). Prefill replicas are unknown to the dispatcher itself, so nothing of holding,
+caps and losses changes.
 """
 
 from __future__ import annotations

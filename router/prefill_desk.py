@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from replica.hand_over_messages import KVSource, Seated
-from replica.messages import RefusalReason, ReplicaId, RequestId
+from replica.messages import KVSource, RefusalReason, ReplicaId, RequestId, Seated
 from router.disaggregation import HandOverConfig, Side, Verdict, decide, fallback_line, side
 from router.hand_over import HandOver, Stage
 from router.instructions import Instruction

@@ -1,5 +1,5 @@
-"""Hand-overs under arbitrary messages, losses and time: any party crashes, any message comes late, twice, never or out of
-order. Each request ends once, and every reservation at D and every submission at P is ended by somebody.
+"""Hand-overs under arbitrary messages, losses and time: any party crashes, any message comes late, twice, never or out
+of order. Each request ends once, and every reservation at D and every submission at P is ended by somebody.
 """
 
 from __future__ import annotations
@@ -305,9 +305,9 @@ class HandOverMachine(RuleBasedStateMachine):
             if indices:
                 wanted = {i: desk.request_of(leg_id, replica_id, i) for i in range(NUM_SEQUENCES)}
                 assert any(wanted.values()), "P works for nobody"
-                for index, request_id in wanted.items():
-                    if request_id is not None:
-                        assert self.tokens[request_id][index] == 0, "another first token is waited for"
+                for index, whose in wanted.items():
+                    if whose is not None:
+                        assert self.tokens[whose][index] == 0, "another first token is waited for"
 
     def teardown(self) -> None:
         """Time alone, without a word of any replica, ends every hand-over and every held request."""

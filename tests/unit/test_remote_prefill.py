@@ -24,7 +24,7 @@ EOS = frozenset({2})
 
 
 class World:
-    def __init__(self, num_blocks: int = 64, has_loader: bool = True, **scheduler: object) -> None:
+    def __init__(self, num_blocks: int = 64, has_loader: bool = True, **scheduler: int) -> None:
         self.runner = FakeModelRunner(num_blocks=num_blocks)
         self.core = EngineCore(engine(**scheduler), self.runner.info)
         self.core.scheduler.remote.has_loader = has_loader
