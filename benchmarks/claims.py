@@ -103,6 +103,7 @@ def main() -> int:
     import benchmarks.claims_line
     import benchmarks.claims_load
     import benchmarks.claims_models
+    import benchmarks.claims_pd
     import benchmarks.claims_recovery
     import benchmarks.claims_tp  # noqa: F401  # they register on import
 

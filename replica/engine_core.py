@@ -22,6 +22,7 @@ from replica.kv_side import KVSide
 from replica.kv_transfer import KVTransfer, TransferLimits
 from replica.messages import (
     Ask,
+    Continue,
     Explain,
     Explained,
     FinishReason,
@@ -32,6 +33,7 @@ from replica.messages import (
     ReplicaLoad,
     RequestId,
     RouterId,
+    Seated,
     SubmitReply,
 )
 from replica.progress import Progress
@@ -109,10 +111,9 @@ class EngineCore:
     @property
     def next_deadline(self) -> float | None:
         """When a queued request has to be given up, if nothing happens before: call `end_overdue` then."""
-        deadline = self._deadlines.next
-        if self.kv is not None and (of_kv := self.kv.next_deadline) is not None:
-            return of_kv if deadline is None else min(deadline, of_kv)
-        return deadline
+        of_kv = None if self.kv is None else self.kv.next_deadline
+        deadlines = (self._deadlines.next, of_kv, self.scheduler.remote.next_deadline)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def submit(
         self, router_id: RouterId, request: GenerateRequest, epoch: int, now: float, permit: Permit | None = None
@@ -170,6 +171,8 @@ class EngineCore:
         """
         if self.kv is not None:
             self.kv.tick(now)
+        for sequence in self.scheduler.remote.overdue(now):
+            self._end_queued([sequence], FinishReason.MOVED, "nobody said that it may go on", now)
         for sequence in self._deadlines.pop_passed(now):
             siblings = self._requests.untouched(sequence)
             self._end_queued(siblings, FinishReason.DEADLINE, "the deadline passed while the request was queued", now)
@@ -190,6 +193,21 @@ class EngineCore:
         for key in self._requests:
             if key[0] == router_id:
                 self.abort(*key, now)
+
+    def go_on(self, router_id: RouterId, message: Continue, now: float) -> None:
+        """Another replica has computed prompts that wait here, or will not."""
+        for sequence in self._requests.of((router_id, RequestId(message.request_id))):
+            token_ids = message.tokens.get(sequence.index)
+            if token_ids is None or not self.scheduler.remote.waits_for(sequence, message.hand_over):
+                continue
+            if token_ids and sequence.num_tokens + len(token_ids) >= sequence.max_total_tokens:
+                self._end_queued([sequence], FinishReason.LENGTH, "", now)
+            else:
+                self.scheduler.go_on(sequence, token_ids, now)
+
+    def take_seated(self) -> list[tuple[RouterId, Seated]]:
+        """Who waits with a seat for another replica, for their routers: take it after `schedule`."""
+        return self.scheduler.remote.take_seated()
 
     def take_wanted_grammars(self) -> list[str]:
         """Grammars that accepted sequences wait for, each once: have them compiled, then call `grammar_compiled`."""
@@ -340,6 +358,9 @@ class EngineCore:
             oldest_wait_s=scheduler.oldest_wait_s(now),
             kv_fragmentation=scheduler.running.num_unfilled_slots / max(1, num_used * self.blocks.block_size),
             num_permits=self._gate.num_permits,
+            num_awaited_tokens=scheduler.remote.num_tokens,
+            step_line=scheduler.pace.line,
+            num_step_prompt_tokens=scheduler.prompt_token_limit,
         )
 
     def _note_cap_use(self, now: float) -> None:
@@ -394,6 +415,8 @@ class EngineCore:
             sequence.block_hashes = hashes.copy()
             self._next_seq_id += 1
             sequences.append(sequence)
+            if request.kv_source is not None:
+                self.scheduler.remote.accept(sequence, request.kv_source)
             self.scheduler.add(sequence, is_blocked=self._grammars.must_wait(sequence))
         self._requests.add((router_id, request.request_id), sequences)
         if request.deadline_s is not None:

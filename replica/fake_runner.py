@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from replica.errors import EngineError, InvalidRequestError
 from replica.fake_copies import FakeCopies
@@ -160,6 +161,11 @@ class FakeModelRunner:
     @property
     def info(self) -> RunnerInfo:
         return self._info
+
+    @property
+    def pool(self) -> npt.NDArray[np.uint8]:
+        """The fake KV: [num_blocks, bytes of a block]."""
+        return self._pool
 
     @property
     def num_known(self) -> int:

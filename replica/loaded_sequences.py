@@ -30,6 +30,8 @@ class LoadedSequences:
 
     def ready(self, prefills: list[Sequence], budget: StepBudget) -> list[Sequence]:
         """Those whose blocks are there. The others have their lane, for what will be left of their prompt."""
+        if any(sequence.remote is not None for sequence in prefills):
+            prefills = [sequence for sequence in prefills if sequence.remote is None]
         if self._transfer is None or not self._transfer.num_loading:
             return prefills
         for sequence in prefills:
@@ -40,12 +42,16 @@ class LoadedSequences:
     def add(self, sequences: list[Sequence]) -> None:
         """Their blocks are filled, or will be computed: they take part in the next step."""
         for sequence in sequences:
-            self._running.settle(sequence)
             if sequence.num_preemptions == 0:
                 found = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
                 self._counters.cached_prompt_tokens += max(0, found - sequence.num_cached_tokens)
                 sequence.num_cached_tokens = max(found, sequence.num_cached_tokens)
-        self._untold += sequences
+            self.take_in(sequence)
+
+    def take_in(self, sequence: Sequence) -> None:
+        """It takes part in the next step."""
+        self._running.settle(sequence)
+        self._untold.append(sequence)
 
     def introduce(self, budget: StepBudget) -> None:
         """Tell the runner of them in the step that is being planned."""

@@ -14,6 +14,10 @@ from typing import NewType
 
 import msgspec
 
+from replica.hand_over_messages import Continue as Continue
+from replica.hand_over_messages import KVSink as KVSink
+from replica.hand_over_messages import KVSource as KVSource
+from replica.hand_over_messages import Seated as Seated
 from replica.permit_messages import Ask as Ask
 from replica.permit_messages import Grant as Grant
 from replica.permit_messages import Permit as Permit
@@ -125,7 +129,7 @@ FINAL_REFUSALS = frozenset(
 
 
 class Role(enum.StrEnum):
-    """What a replica does. Only `BOTH` exists until P/D disaggregation lands."""
+    """What a replica does (`docs/disaggregation.md`)."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -206,6 +210,10 @@ class GenerateRequest(WireRecord, frozen=True):
     #: whose request it is, and that tenant's share of the work beside others
     tenant: str = ""
     tenant_weight: float = 1.0
+    #: another replica computes the prompts: wait for it with a seat and blocks
+    kv_source: KVSource | None = None
+    #: another replica goes on: store the prompts' KV for it
+    kv_sink: KVSink | None = None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -252,6 +260,12 @@ class ReplicaLoad(WireRecord, frozen=True):
     takes_returning: bool = False
     #: places in the queue that are reserved for requests which routers hold
     num_permits: int = 0
+    #: of `num_uncomputed_tokens`, those that another replica computes
+    num_awaited_tokens: int = 0
+    #: seconds of a step, as measured: base, what each decode adds, and each prompt token; zeros: not measured
+    step_line: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    #: prompt tokens that the next step may have
+    num_step_prompt_tokens: int = 0
 
 
 class TokenLogprobs(WireRecord, frozen=True):
@@ -376,8 +390,8 @@ class Draining(msgspec.Struct, frozen=True, tag="draining", gc=False):
     deadline_s: float
 
 
-DownMessage = Submit | Abort | Ask | ResetPrefixCache | Explain
-UpMessage = SubmitReply | StepOutput | Grant | Draining | ResetDone | Explained
+DownMessage = Submit | Abort | Ask | ResetPrefixCache | Explain | Continue
+UpMessage = SubmitReply | StepOutput | Grant | Seated | Draining | ResetDone | Explained
 
 _encoder = msgspec.msgpack.Encoder()
 _down_decoder = msgspec.msgpack.Decoder(DownMessage)

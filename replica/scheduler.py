@@ -40,6 +40,7 @@ from replica.messages import (
 )
 from replica.order import OrderPolicy, QueueKey
 from replica.progress import Progress, SchedulerCounters, StepProgress
+from replica.remote_prefill import RemotePrefills, is_away
 from replica.running_set import RunningSet
 from replica.running_work import RunningWork
 from replica.sequence import Sequence, Status
@@ -77,6 +78,9 @@ class Scheduler:
         self.ledger = TenantLedger()
         self._wait_clock = WaitClock()
         self.counters = SchedulerCounters()
+        self._loaded = LoadedSequences(transfer, self.running, self.counters)
+        #: whose prompt another replica computes
+        self.remote = RemotePrefills(blocks, self.running, self._loaded)
         self._rules = self._make_rules(config)
         #: more than this may not run: `max_num_seqs`, or those who ran already when it was lowered
         self._most_running = config.max_num_seqs
@@ -84,7 +88,6 @@ class Scheduler:
         self._dropped: list[int] = []
         #: of the step in the runner's hands
         self._told_dropped: list[int] = []
-        self._loaded = LoadedSequences(transfer, self.running, self.counters)
         self._in_step: InStep | None = None
         #: when `schedule` was called last
         self._planned_at: float | None = None
@@ -159,6 +162,16 @@ class Scheduler:
         """It may run now; its place is the one its order key gives it."""
         self.blocked.remove(sequence)
         self._join_queue(sequence)
+
+    def go_on(self, sequence: Sequence, token_ids: list[int], now: float) -> None:
+        """Its router has the word of who computed its prompt: these tokens, or none."""
+        queue = self.blocked if self.blocked.holds(sequence) else self._queue_of(sequence)
+        if sequence.status is Status.RUNNING:
+            self.remote.go_on(sequence, token_ids, now)
+            return
+        queue.remove(sequence)
+        self.remote.go_on(sequence, token_ids, now)
+        queue.push(sequence)
 
     def answered(self, sequences: list[Sequence]) -> None:
         """The KVConnector's word has come, or will not: they wait for their turn again, where they were."""
@@ -310,12 +323,13 @@ class Scheduler:
         for waiting in (self.returning, self.queued, self.blocked):
             waiting.validate()
         self.running.validate()
-        assert all(s.known_to_runner or is_loading(s) or s in self._loaded for s in self.running), (
+        assert all(s.known_to_runner or is_loading(s) or is_away(s) or s in self._loaded for s in self.running), (
             "the runner does not know somebody who runs"
         )
         members = [] if self._in_step is None else self._in_step.rows.tolist()
         assert {s.row for s in self.running if s.in_step} == set(members), "who is in the step is not clear"
         self._blocks.validate(everyone)
+        self.remote.validate()
         if self._transfer is not None:
             self._transfer.validate()
 
@@ -332,6 +346,7 @@ class Scheduler:
         victim.num_tokens_at_preemption = max(victim.num_tokens_at_preemption, victim.num_computed_tokens)
         if self._transfer is not None:
             self._transfer.ended(victim)
+        self.remote.put_back(victim)
         self._rules.take_back(victim, now)
         self._forget_at_runner(victim)
         victim.num_preemptions += 1
@@ -343,7 +358,9 @@ class Scheduler:
 
     def _make_rules(self, config: SchedulerConfig) -> StepRules:
         queues = (self.returning, self.queued, self.running)
-        rules = StepRules(config, self._blocks, *queues, self.counters, self.ledger, self.blocked, self._transfer)
+        rules = StepRules(
+            config, self._blocks, *queues, self.counters, self.ledger, self.blocked, self._transfer, self.remote
+        )
         self._blocks.limit_chunk(rules.max_chunk)
         return rules
 
@@ -363,6 +380,7 @@ class Scheduler:
         self.ledger.settle((sequence,))
         if self._transfer is not None:
             self._transfer.ended(sequence)
+        self.remote.ended(sequence)
         self._blocks.free(sequence)
         self._forget_at_runner(sequence)
         was_put_back = sequence.status is Status.RETURNING and sequence.first_scheduled_at is not None

@@ -16,6 +16,7 @@ from replica.sequence_record import SequenceRecord
 
 if TYPE_CHECKING:
     from replica.kv_loads import Load
+    from replica.remote_prefill import Remote
     from replica.running_set import RunningSet
     from replica.speculation import Drafter
 
@@ -65,6 +66,7 @@ class Sequence:
         "prompt_logprobs",
         "queue_key",
         "record",
+        "remote",
         "request_id",
         "root",
         "router_id",
@@ -138,6 +140,8 @@ class Sequence:
         self.known_to_runner = False
         #: what it wants of the KVConnector since it last began to wait; None: it was not asked yet
         self.load: Load | None = None
+        #: another replica computes its prompt; None: no, or not any more
+        self.remote: Remote | None = None
         #: guesses its next tokens; None until the first guess
         self.drafter: Drafter | None = None
         self.abort_reason: FinishReason | None = None

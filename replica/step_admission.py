@@ -23,6 +23,7 @@ from replica.kv_transfer import KVTransfer
 from replica.messages import WaitCause
 from replica.order import OrderPolicy, outranks
 from replica.progress import SchedulerCounters
+from replica.remote_prefill import RemotePrefills
 from replica.running_set import RunningSet
 from replica.seat_shares import SeatShares
 from replica.sequence import Sequence, Status
@@ -137,7 +138,9 @@ class StepAdmission:
         ledger: TenantLedger,
         blocked: WaitingQueue,
         transfer: KVTransfer | None,
+        remote: RemotePrefills,
     ) -> None:
+        self._remote = remote
         self._blocked = blocked
         self._transfer = transfer
         self._config = config
@@ -177,9 +180,15 @@ class StepAdmission:
             if len(self._running) >= self._config.max_num_seqs:
                 note_no_room(sequence, WaitCause.SEATS, now)
                 return
-            if not budget.tokens_left or sequence.tenant in hosts:
+            if sequence.tenant in hosts:
                 note_no_room(sequence, WaitCause.BUDGET, now)
                 return
+            if not budget.tokens_left and sequence.remote is None:
+                note_no_room(sequence, WaitCause.BUDGET, now)
+                if not self._remote.num_unseated:
+                    return
+                turns.skip()  # who is behind it and needs no tokens of a step takes none from it
+                continue
             verdict = self._try(sequence, budget, now)
             if verdict is _Verdict.JOINS:
                 turns.take()
@@ -200,6 +209,8 @@ class StepAdmission:
 
     def _try(self, sequence: Sequence, budget: StepBudget, now: float) -> _Verdict:
         """JOINS: it has its blocks, and nothing else is changed."""
+        if sequence.remote is not None:
+            return _Verdict.JOINS if self._blocks.admit(sequence, keep_free=self.keep_free) else _Verdict.NO_BLOCKS
         if self._config.enable_chunked_prefill:
             if not budget.lanes.is_open and not budget.lanes.has_place(self._uncached(sequence), budget.tokens_left):
                 return _Verdict.NO_LANE
@@ -235,12 +246,16 @@ class StepAdmission:
             self._counters.prompt_tokens += sequence.num_prompt_tokens
             self._counters.cached_prompt_tokens += sequence.num_cached_tokens
             self._ledger.admitted(sequence)
+        if self._remote.begin(sequence, now):
+            return
         if self._transfer is not None and self._transfer.begin(sequence):
             budget.lanes.enter(self._transfer.num_left(sequence), 0)
             return
         if not self._config.enable_chunked_prefill:
             budget.allow_whole(sequence.num_uncomputed_tokens)
         budget.spend_prompt(sequence, self._blocks.room(sequence))
+        if not sequence.known_to_runner:  # it came in without a token or a lane left, since it was to need none
+            self._remote.next_step(sequence)
 
 
 def note_no_room(sequence: Sequence, cause: WaitCause, now: float) -> None:

@@ -14,6 +14,7 @@ from replica.order import make_policy
 from replica.preemption import VictimChoice, take_back_by
 from replica.prefill_lanes import PrefillLanes
 from replica.progress import SchedulerCounters
+from replica.remote_prefill import RemotePrefills
 from replica.running_set import RunningSet
 from replica.seat_shares import SeatShares
 from replica.speculation import Speculation
@@ -36,6 +37,7 @@ class StepRules:
         ledger: TenantLedger,
         blocked: WaitingQueue,
         transfer: KVTransfer | None,
+        remote: RemotePrefills,
     ) -> None:
         assert config.max_num_batched_tokens is not None, "resolve() the configuration first"
         self.config = config
@@ -45,7 +47,7 @@ class StepRules:
         self.victims = VictimChoice(config, self.policy, blocks)
         self.take_back = take_back_by(config.preemption_mode, blocks, transfer)
         self.admission = StepAdmission(
-            config, self.policy, blocks, returning, queued, running, counters, ledger, blocked, transfer
+            config, self.policy, blocks, returning, queued, running, counters, ledger, blocked, transfer, remote
         )
         self.speculation = Speculation(config, blocks, running)
 

@@ -30,8 +30,8 @@ from router.tracked import State, Tracked
 class Dispatcher:
     """Owns the views and the unfinished requests of one router. Knows no socket and no clock."""
 
-    def __init__(self, config: DispatcherConfig, policy: Policy) -> None:
-        self._placing = placing = Placing(config, policy)
+    def __init__(self, config: DispatcherConfig, policy: Policy, placing: Placing | None = None) -> None:
+        self._placing = placing = placing or Placing(config, policy)
         self.views = placing.views
         self.journal = placing.journal
         self._config = config

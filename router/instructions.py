@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replica.messages import Permit, RefusalReason, ReplicaId, RequestId
+from replica.messages import KVSource, Permit, RefusalReason, ReplicaId, RequestId
 
 
 class Dispatch(msgspec.Struct, frozen=True):
@@ -17,6 +17,8 @@ class Dispatch(msgspec.Struct, frozen=True):
     is_returning: bool = False
     #: the places that the replica reserved for it
     permit: Permit | None = None
+    #: another replica computes its prompt
+    kv_source: KVSource | None = None
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -42,6 +44,27 @@ class SendAbort(msgspec.Struct, frozen=True):
 
     request_id: RequestId
     replica_id: ReplicaId
+    #: these sequences; None: all
+    indices: list[int] | None = None
 
 
-Instruction = Dispatch | Refuse | Fail | SendAbort
+class DispatchPrefill(msgspec.Struct, frozen=True):
+    """Submit the prompts of these sequences to a prefill replica as the request `leg_id`, each for one token."""
+
+    request_id: RequestId
+    replica_id: ReplicaId
+    leg_id: RequestId
+    hand_over: str
+    indices: list[int]
+
+
+class SendContinue(msgspec.Struct, frozen=True):
+    """Tell the decode replica the first tokens, or that it has to compute them."""
+
+    request_id: RequestId
+    replica_id: ReplicaId
+    hand_over: str
+    tokens: dict[int, list[int]]
+
+
+Instruction = Dispatch | Refuse | Fail | SendAbort | DispatchPrefill | SendContinue

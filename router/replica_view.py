@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from replica.messages import ReplicaId, ReplicaLoad
+from replica.messages import ReplicaId, ReplicaLoad, Role
 from router.permit_stock import PermitStocks
 from router.refusals import Refusals
 from router.tracked import Tracked
@@ -31,12 +31,14 @@ class ReplicaView:
         "permits",
         "refusals",
         "replica_id",
+        "role",
         "unanswered_sequences",
         "unanswered_tokens",
     )
 
-    def __init__(self, replica_id: ReplicaId, address: str, incarnation: str) -> None:
+    def __init__(self, replica_id: ReplicaId, address: str, incarnation: str, role: Role = Role.BOTH) -> None:
         self.replica_id = replica_id
+        self.role = role
         self.address = address
         self.incarnation = incarnation
         self.is_connected = False
@@ -77,6 +79,10 @@ class ReplicaView:
         is_alive = self.is_connected and self._is_heard(now)
         return is_alive and (self.takes_back(now) or not self.load.is_ready or not self.is_draining)
 
+    def is_silent(self, now: float) -> bool:
+        """Its stream stands, and nothing comes."""
+        return self.is_connected and not self._is_heard(now)
+
     def _is_heard(self, now: float) -> bool:
         return now - self.load_at <= MAX_SILENCE_S
 
@@ -97,6 +103,7 @@ class ReplicaView:
         return {
             "replica_id": self.replica_id,
             "address": self.address,
+            "role": self.role.value,
             "description": description,
             "state": self.state(now),
             "queued": load.num_queued,

@@ -44,6 +44,8 @@ class SimRecord(msgspec.Struct):
     num_ends: int = 0
     #: times that it left a replica which drains, or was silent, for another
     num_moves: int = 0
+    #: first tokens that came from a prefill replica
+    num_remote: int = 0
     #: where its time went on its last replica
     stages: Stages | None = None
 

@@ -9,10 +9,13 @@ from cluster.simulation.event_queue import EventQueue, Rank
 from cluster.simulation.records import SimRecord, SimRequest
 from cluster.simulation.sim_replica import SimReplica
 from cluster.simulation.sim_router import SimRouter
+from cluster.simulation.sim_transfer import SimTransfers
 from replica.config import EngineConfig, FrozenModel
 from replica.fake_runner import CostModel, FakeModelRunner
-from replica.messages import HEARTBEAT_S, DownMessage, ReplicaId, RouterId, UpMessage
-from router.dispatcher import Dispatcher, DispatcherConfig
+from replica.messages import HEARTBEAT_S, DownMessage, ReplicaId, Role, RouterId, UpMessage
+from router.disaggregation import Decision, HandOverConfig
+from router.dispatcher import DispatcherConfig
+from router.pairing import PairingDispatcher
 from router.placement import POLICIES
 
 
@@ -26,6 +29,14 @@ class SimConfig(FrozenModel):
     max_model_len: int = 8192
     #: of a model all of whose layers have one
     window: int | None = None
+    #: beside `num_replicas`, which do both
+    num_prefill: int = 0
+    num_decode: int = 0
+    decision: Decision = "auto"
+    prefill_timeout_s: float = 30.0
+    #: of KV, and of the link of each prefill replica
+    kv_bytes_per_token: float = 0.0
+    transfer_bytes_s: float = 1e9
     policy: str = "least-tokens"
     admission_wait_s: float = 0.1
     #: of each router (`DispatcherConfig`)
@@ -44,11 +55,13 @@ class SimCluster:
         self._config = config
         self._cost = cost
         self.events = EventQueue()
+        block_bytes = config.kv_bytes_per_token * config.engine.cache.block_size
+        self.transfers = SimTransfers(self.events, block_bytes / config.transfer_bytes_s, config.network_delay_s)
         self.replicas: dict[ReplicaId, SimReplica] = {}
         self.routers: dict[RouterId, SimRouter] = {}
         for number in range(config.num_routers):
             router_id = RouterId(f"router-{number}")
-            dispatcher = Dispatcher(
+            dispatcher = PairingDispatcher(
                 DispatcherConfig(
                     admission_wait_s=config.admission_wait_s,
                     max_waiting=config.max_waiting,
@@ -57,12 +70,26 @@ class SimCluster:
                     priority_ageing_s=config.engine.scheduler.class_ageing_s,
                 ),
                 POLICIES[config.policy],
+                self._hand_over_config(),
+                router_id,
             )
             self.routers[router_id] = SimRouter(router_id, dispatcher, self.events, self._send_down)
         for number in range(config.num_replicas):
             self.add_replica(ReplicaId(f"replica-{number}"))
+        for role, count in ((Role.PREFILL, config.num_prefill), (Role.DECODE, config.num_decode)):
+            for number in range(count):
+                self.add_replica(ReplicaId(f"{role.value}-{number}"), role)
 
-    def add_replica(self, replica_id: ReplicaId) -> None:
+    def _hand_over_config(self) -> HandOverConfig:
+        config = self._config
+        return HandOverConfig(
+            config.decision,
+            config.prefill_timeout_s,
+            bytes_per_token=config.kv_bytes_per_token,
+            transfer_bytes_s=config.transfer_bytes_s,
+        )
+
+    def add_replica(self, replica_id: ReplicaId, role: Role = Role.BOTH) -> None:
         """A replica comes up now."""
         config = self._config
         runner = FakeModelRunner(
@@ -72,9 +99,11 @@ class SimCluster:
             cost=self._cost,
             window=config.window,
         )
-        replica = self.replicas[replica_id] = SimReplica(replica_id, config.engine, runner, self.events, self._send_up)
+        replica = self.replicas[replica_id] = SimReplica(
+            replica_id, config.engine, runner, self.events, self._send_up, role, self.transfers
+        )
         for router in self.routers.values():
-            router.add_replica(replica_id)
+            router.add_replica(replica_id, role)
             replica.connect(router.router_id)
 
     def kill_at(self, time_s: float, replica_id: ReplicaId, replace_after_s: float | None = None) -> None:
@@ -169,10 +198,11 @@ class SimCluster:
             self.events.after(self._config.death_notice_s, Rank.MESSAGE_DOWN, partial(replica.disconnect, router_id))
 
     def _kill(self, replica_id: ReplicaId, replace_after_s: float | None) -> None:
+        role = self.replicas[replica_id].role
         self.replicas.pop(replica_id).die()
         for router in self.routers.values():
             notice = partial(router.replica_lost, replica_id)
             self.events.after(self._config.death_notice_s, Rank.MESSAGE_UP, notice)
         if replace_after_s is not None:
             successor = ReplicaId(f"{replica_id}'")
-            self.events.after(replace_after_s, Rank.FAULT, lambda: self.add_replica(successor))
+            self.events.after(replace_after_s, Rank.FAULT, lambda: self.add_replica(successor, role))

@@ -7,10 +7,23 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from cluster.simulation.event_queue import EventQueue, Rank
+from cluster.simulation.sim_transfer import SimTransfers
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.fake_runner import FakeModelRunner
-from replica.messages import Abort, Ask, DownMessage, Draining, Explain, ReplicaId, RouterId, Submit, UpMessage
+from replica.messages import (
+    Abort,
+    Ask,
+    Continue,
+    DownMessage,
+    Draining,
+    Explain,
+    ReplicaId,
+    Role,
+    RouterId,
+    Submit,
+    UpMessage,
+)
 from replica.report_schedule import ReportSchedule
 from replica.router_output import RouterOutput, RouterOutputs
 from replica.step import StepPlan, StepResult
@@ -22,10 +35,20 @@ class SimReplica:
     """Stands where `replica/engine.py` stands live. `send` delivers a message to a router after the network delay."""
 
     def __init__(
-        self, replica_id: ReplicaId, config: EngineConfig, runner: FakeModelRunner, events: EventQueue, send: SendUp
+        self,
+        replica_id: ReplicaId,
+        config: EngineConfig,
+        runner: FakeModelRunner,
+        events: EventQueue,
+        send: SendUp,
+        role: Role = Role.BOTH,
+        transfers: SimTransfers | None = None,
     ) -> None:
+        self.role = role
+        self._transfers = transfers
         self.replica_id = replica_id
         self.core = EngineCore(config, runner.info)
+        self.core.scheduler.remote.has_loader = transfers is not None
         self.runner = runner
         self.is_alive = True
         self._events = events
@@ -52,6 +75,10 @@ class SimReplica:
                 if reply.refusal is not None:
                     self._reports.refused(router_id)
                 self._send(self.replica_id, router_id, reply)
+                if reply.refusal is None and request.kv_sink is not None and self._transfers is not None:
+                    self._transfers.leg(self.replica_id, self.core, request.request_id, request.kv_sink.hand_over)
+            case Continue():
+                self.core.go_on(router_id, message, now)
             case Ask():
                 self.core.ask(router_id, message)
             case Abort(request_id=request_id, indices=indices):
@@ -104,6 +131,7 @@ class SimReplica:
         if not self.is_alive:
             return
         plan = self.core.schedule(self._events.now)
+        self._tell_seated()
         self._publish_ended()
         self._publish()
         if plan is None:
@@ -116,8 +144,16 @@ class SimReplica:
         if not self.is_alive:
             return
         self._outputs = self.core.update(plan, result, self._events.now)
+        if self._transfers is not None:
+            self._transfers.step_ended(self.replica_id, self.core, self.runner)
         self.core.step_times.add(result.duration_s, 0.0, result.duration_s)
         self._events.after(0.0, Rank.STEP_START, self._start_step)
+
+    def _tell_seated(self) -> None:
+        for router_id, seated in self.core.take_seated():
+            if self._transfers is not None:
+                self._transfers.seated(self.core, self.runner, seated, self._start_soon)
+            self._send(self.replica_id, router_id, seated)
 
     def _publish_ended(self) -> None:
         """Also in the middle of a step: come back when the next deadline passes. And who may have a free place now."""
@@ -135,6 +171,7 @@ class SimReplica:
         if self.is_alive:
             self.core.end_overdue(self._events.now)
             self._publish_ended()
+            self._start_soon()  # who waited for blocks of another replica goes on without them
 
     def _publish(self) -> None:
         outputs, self._outputs = self._outputs, {}

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from cluster.simulation.event_queue import EventQueue, Rank
 from cluster.simulation.records import SimRecord
 from replica.messages import (
     Abort,
+    Continue,
     DownMessage,
     Draining,
     FinishReason,
     GenerateRequest,
     Grant,
+    KVSink,
+    KVSource,
     RefusalReason,
     ReplicaId,
     RequestId,
+    Role,
     RouterId,
     SamplingParams,
+    Seated,
     SequenceInput,
     SequenceOutput,
     StepOutput,
@@ -25,8 +32,8 @@ from replica.messages import (
     SubmitReply,
     UpMessage,
 )
-from router.dispatcher import Dispatcher
-from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
+from router.instructions import Dispatch, DispatchPrefill, Fail, Instruction, Refuse, SendAbort, SendContinue
+from router.pairing import PairingDispatcher
 from router.replica_view import ReplicaView
 from router.sequence_names import SequenceNames
 
@@ -36,7 +43,7 @@ SendDown = Callable[[RouterId, ReplicaId, DownMessage], None]
 class SimRouter:
     """Stands where `router/live_backend.py` stands live."""
 
-    def __init__(self, router_id: RouterId, dispatcher: Dispatcher, events: EventQueue, send: SendDown) -> None:
+    def __init__(self, router_id: RouterId, dispatcher: PairingDispatcher, events: EventQueue, send: SendDown) -> None:
         self.router_id = router_id
         self.dispatcher = dispatcher
         self._events = events
@@ -47,9 +54,9 @@ class SimRouter:
         #: it is there and does nothing, like a stopped process
         self.is_frozen = False
 
-    def add_replica(self, replica_id: ReplicaId) -> None:
+    def add_replica(self, replica_id: ReplicaId, role: Role = Role.BOTH) -> None:
         """Serve told of a replica; it is connected with its first message."""
-        self.dispatcher.add_replica(ReplicaView(replica_id, "virtual", replica_id))
+        self.dispatcher.add_replica(ReplicaView(replica_id, "virtual", replica_id, role))
 
     def arrive(self, record: SimRecord) -> None:
         """A client's request."""
@@ -87,7 +94,7 @@ class SimRouter:
         if self.is_frozen:
             return
         now = self._events.now
-        view = self.dispatcher.views.get(replica_id)
+        view = self.dispatcher.view_of(replica_id)
         if view is None:
             return
         match message:
@@ -100,11 +107,16 @@ class SimRouter:
                 for output in self._names.expand(replica_id, message, self._records):
                     if self.dispatcher.is_working_on(output.request_id, replica_id):
                         self._token(replica_id, output)
+                    elif output.request_id not in self._records:
+                        self._first_token(replica_id, output)
                 self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
                 if not view.is_connected:
                     self._carry_out(self.dispatcher.on_connected(replica_id, now))
             case Grant():
                 self._carry_out(self.dispatcher.on_grant(replica_id, message, now))
+            case Seated():
+                self.dispatcher.on_seated(replica_id, message, now)
+                self._carry_out([])
             case Draining():
                 self.dispatcher.on_draining(replica_id)
 
@@ -138,19 +150,45 @@ class SimRouter:
             self.dispatcher.finish(output.request_id)
             self._end(output.request_id)
 
+    def _first_token(self, replica_id: ReplicaId, output: SequenceOutput) -> None:
+        """Of a prefill replica, or of nobody any more."""
+        now, leg_id = self._events.now, output.request_id
+        request_id = self.dispatcher.desk.request_of(leg_id, replica_id, output.index)
+        if request_id is None:
+            return
+        record = self._records[request_id]
+        first = self.dispatcher.first_token(replica_id, output, record.request.max_tokens)
+        if first is None:
+            self.dispatcher.leg_failed(replica_id, output, now)
+        else:
+            record.num_remote += 1
+            ended = set() if first.finish_reason is None else {first.index}
+            self.dispatcher.prefilled(leg_id, {first.index: first.new_token_ids}, ended, now)
+            self._token(replica_id, first)
+        self._carry_out([])
+
     def _carry_out(self, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
+        for instruction in [*instructions, *self.dispatcher.take_orders()]:
             match instruction:
                 case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
                     self._send(
                         self.router_id,
                         replica_id,
-                        Submit(self._request(request_id, instruction.is_returning), epoch, instruction.permit),
+                        Submit(
+                            self._request(request_id, instruction.is_returning, instruction.kv_source),
+                            epoch,
+                            instruction.permit,
+                        ),
                     )
+                case DispatchPrefill():
+                    self._send(self.router_id, instruction.replica_id, Submit(self._leg(instruction)))
+                case SendContinue(request_id=request_id, replica_id=replica_id):
+                    word = Continue(request_id, instruction.hand_over, instruction.tokens)
+                    self._send(self.router_id, replica_id, word)
                 case SendAbort(request_id=request_id, replica_id=replica_id):
                     if (moved := self._records.get(request_id)) is not None:
                         moved.num_moves += 1
-                    self._send(self.router_id, replica_id, Abort(request_id))
+                    self._send(self.router_id, replica_id, Abort(request_id, instruction.indices))
                 case Refuse(request_id=request_id):
                     if (record := self._end(request_id)) is not None:
                         record.refusal = instruction.reason
@@ -175,7 +213,21 @@ class SimRouter:
             return
         self._carry_out(self.dispatcher.on_time(self._events.now))
 
-    def _request(self, request_id: RequestId, is_returning: bool) -> GenerateRequest:
+    def _leg(self, order: DispatchPrefill) -> GenerateRequest:
+        """The same prompt, for one token."""
+        whole = self._request(order.request_id, False)
+        return msgspec.structs.replace(
+            whole,
+            request_id=order.leg_id,
+            sequences=[
+                msgspec.structs.replace(s, sampling=msgspec.structs.replace(s.sampling, max_tokens=1))
+                for s in whole.sequences
+                if s.index in order.indices
+            ],
+            kv_sink=KVSink(order.hand_over),
+        )
+
+    def _request(self, request_id: RequestId, is_returning: bool, kv_source: KVSource | None = None) -> GenerateRequest:
         record = self._records[request_id]
         request = record.request
         sampling = SamplingParams(
@@ -190,6 +242,7 @@ class SimRouter:
             is_returning=is_returning,
             tenant=request.tenant,
             tenant_weight=request.tenant_weight,
+            kv_source=kv_source,
         )
 
     def _end(self, request_id: RequestId) -> SimRecord | None:

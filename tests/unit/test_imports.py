@@ -28,6 +28,7 @@ CONTRACT = {
     "replica",
     "replica.messages",
     "replica.permit_messages",
+    "replica.hand_over_messages",
     "replica.stages",
     "replica.block_hash",
     "replica.errors",
