@@ -193,8 +193,9 @@ def test_a40_a_huge_body_holds_nobody_up() -> None:
         assert max(stream_gaps) < 2
         assert sorted(seconds)[int(len(seconds) * 0.99)] < 1
         del response  # it keeps the body that was sent
-        # the server's side of the last request may still be ending
-        api.until(lambda: resident_mib() - before < 16)
+        # the server's side of the last request may still be ending; bodies that stayed would be 68 MiB, one (of 20) may
+        # be an allocator's: seen in one of six whole runs, and never with this file alone
+        api.until(lambda: resident_mib() - before < 40)
 
 
 def test_a_refusal_is_no_error_of_ours(fake: ApiUnderTest, caplog: pytest.LogCaptureFixture) -> None:
