@@ -100,7 +100,7 @@ class Supervisor:
         signal.setitimer(signal.ITIMER_REAL, 0)
         _end_family()
         with contextlib.suppress(OSError):
-            if not self._log.stat().st_size:
+            if status == 0 and not self._log.stat().st_size:  # else a line of ours may point there
                 self._log.unlink()
         return self._exit_code(status)
 
