@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -22,6 +21,7 @@ import msgspec
 import ray
 from ray.exceptions import RayError
 
+from cluster.cluster_token import token_for
 from cluster.kv_connector.config import KVCacheConfig
 from cluster.kv_connector.connector import Connector
 from cluster.kv_connector.transport import PeerAddress
@@ -121,8 +121,8 @@ class KVConnector:
             return
         others = await asyncio.to_thread(_other_nodes, self._app_name, self._node_id)
         if others and self._open.address is None:
-            token = await asyncio.to_thread(_cluster_token)
-            self._open.peers.listen(str(ray.util.get_node_ip_address()), token)
+            host = str(ray.util.get_node_ip_address())
+            self._open.peers.listen(host, token_for(host))
         told = await asyncio.gather(*map(_address_of, others))
         if self._open is not None:
             self._open.peers.set_peers(one for one in told if one is not None)
@@ -210,17 +210,6 @@ async def _address_of(actor: Any) -> PeerAddress | None:
             return address
     except (RayError, TimeoutError):
         return None
-
-
-def _cluster_token() -> bytes:
-    """The same in all connectors of this Ray cluster: whoever comes first makes it. Who can read Ray's store is in."""
-    from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_put
-
-    key = b"shoal-kv-token"
-    _internal_kv_put(key, secrets.token_bytes(32), overwrite=False)
-    token = _internal_kv_get(key)
-    assert isinstance(token, bytes), "it was put just now"
-    return token
 
 
 def _folder(config: KVCacheConfig) -> Path:
