@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import mmap
 import os
@@ -250,6 +251,7 @@ async def disk(folder: Path, rounds: int, num_slots: int = 720) -> DiskPairs:
     await owner.prefault()
     owner.map.array[:] = np.random.default_rng(7).integers(0, 256, SLAB_BYTES, np.uint8)
     num_bytes = num_slots * SLAB_BYTES
+    source = mmap.mmap(-1, num_bytes)
     fio = shutil.which("fio") or os.environ.get("SHOAL_FIO", "")
     with tempfile.TemporaryDirectory(dir=folder) as place:
         space = KVSpace("bench", 16, SLAB_BYTES, 1, "slabs")
@@ -262,8 +264,12 @@ async def disk(folder: Path, rounds: int, num_slots: int = 720) -> DiskPairs:
                 await _move_all(tier, owner, way)
                 wall = time.perf_counter() - begin
                 found[way].append((num_bytes / wall, (cpu_now() - cpu) / num_bytes * GIB))
-                limit = _fio if fio else _direct
-                found[f"limit {way}"].append(await asyncio.to_thread(limit, plain, num_bytes, way))
+                work = (
+                    functools.partial(_fio, plain, num_bytes, way)
+                    if fio
+                    else functools.partial(_direct, plain, source, way)
+                )
+                found[f"limit {way}"].append(await asyncio.to_thread(work))
         is_direct = tier.is_direct
         await tier.close()
     await owner.close()
@@ -288,21 +294,21 @@ async def _move_all(tier: DiskTier, owner: Arena, way: str) -> None:
     await asyncio.gather(mover(), mover())
 
 
-def _direct(path: Path, num_bytes: int, way: str) -> tuple[float, float]:
-    """1 MiB at a time, one after the other."""
-    room = mmap.mmap(-1, 1 << 20)
+def _direct(path: Path, room: mmap.mmap, way: str) -> tuple[float, float]:
+    """1 MiB at a time, one after the other, out of as much memory: one hot buffer would be written 1.5 x as fast."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    memory = memoryview(room)
 
     def run() -> None:
-        for at in range(0, num_bytes - len(room) + 1, len(room)):
+        for at in range(0, len(memory), 1 << 20):
             if way == "write":
-                os.pwrite(file, room, at)
+                os.pwrite(file, memory[at : at + (1 << 20)], at)
             else:
-                os.preadv(file, [room], at)
+                os.preadv(file, [memory[at : at + (1 << 20)]], at)
 
     try:
-        os.posix_fallocate(file, 0, num_bytes)
-        return timed(run, num_bytes // len(room) * len(room))
+        os.posix_fallocate(file, 0, len(memory))
+        return timed(run, len(memory))
     finally:
         os.close(file)
 
