@@ -15,7 +15,9 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from replica.arena_map import ArenaError, ArenaMap
+from replica.frame_socket import FrameSocket
 from replica.kv_messages import (
+    MAX_KV_MESSAGE_BYTES,
     Beat,
     FromConnector,
     Hello,
@@ -25,7 +27,6 @@ from replica.kv_messages import (
     decode_from_connector,
     encode_kv,
 )
-from replica.kv_socket import FrameSocket
 
 #: from the look for the connector to its welcome
 CONNECT_S = 10.0
@@ -128,7 +129,7 @@ class KVLink:
         except BaseException:
             peer.close()
             raise
-        link = self._link = FrameSocket(peer)
+        link = self._link = FrameSocket(peer, MAX_KV_MESSAGE_BYTES)
         first: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         def on_frame(frame: bytes) -> None:

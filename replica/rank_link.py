@@ -13,16 +13,18 @@ import secrets
 import socket
 import struct
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
+from replica.frame_socket import FrameInbox, FrameSocket, pack_frame
 from replica.step import RunnerInfo
 
-_HEAD = struct.Struct("<IB")  # length of what follows, kind
-_CONTROL, _RAW = 0, 1
+#: first byte of a frame: a message, or a step or its result
+_CONTROL, _RAW = b"\0", b"\1"
 _CHUNK = 256 << 10
+#: of a step, or of a grammar's text
+_MAX_FRAME_BYTES = 64 << 20
 #: whoever connects has so long to say who it is
 _HELLO_S = 10.0
 
@@ -156,27 +158,6 @@ class Endpoint(msgspec.Struct, frozen=True):
     port: int = 0
 
 
-class _Inbox:
-    """Bytes in, whole messages out."""
-
-    def __init__(self) -> None:
-        self._data = bytearray()
-
-    def add(self, data: bytes) -> list[tuple[int, bytes]]:
-        """Kind and body of each message that is complete."""
-        self._data += data
-        found, at = [], 0
-        while len(self._data) - at >= _HEAD.size:
-            length, kind = _HEAD.unpack_from(self._data, at)
-            end = at + _HEAD.size + length
-            if len(self._data) < end:
-                break
-            found.append((kind, bytes(self._data[at + _HEAD.size : end])))
-            at = end
-        del self._data[:at]
-        return found
-
-
 # ---- the replica's end ----
 
 
@@ -184,89 +165,45 @@ class RankLink:
     """The replica's end of one rank's socket, on the event loop."""
 
     def __init__(self, peer: socket.socket, on_message: Callable[[RankLink, UpMessage], None]) -> None:
-        self._socket = peer
-        self._loop = asyncio.get_running_loop()
         self.on_message = on_message
-        self._inbox = _Inbox()
-        self._outbox: deque[tuple[bytes, Sequence[int]]] = deque()
         self.is_local = peer.family == socket.AF_UNIX
         #: by the kernel's word, in our own numbering; 0 on another node
         self.pid = _peer_pid(peer) if self.is_local else 0
         self.on_result: Callable[[bytes], None] = lambda data: None
         self.on_closed: Callable[[], None] = lambda: None
-        self.is_open = True
-        peer.setblocking(False)
         if not self.is_local:
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._loop.add_reader(peer.fileno(), self._on_readable)
+        self._frames = FrameSocket(peer, _MAX_FRAME_BYTES)
+        self._frames.on_frame = self._on_frame
+        self._frames.on_closed = lambda reason: self.on_closed()
+
+    @property
+    def is_open(self) -> bool:
+        return self._frames.is_open
 
     def send(self, message: DownMessage, descriptors: Sequence[int] = ()) -> None:
         """Never blocks. Lost if the other end is gone, which `on_closed` tells."""
-        self._send(_CONTROL, _encode(message), descriptors)
+        self._frames.send(_CONTROL + _encode(message), descriptors)
 
     def send_frame(self, frame: bytes) -> None:
         """A step."""
-        self._send(_RAW, frame)
+        self._frames.send(_RAW + frame)
 
     def close(self) -> None:
         """Idempotent; `on_closed` is not called."""
-        if self.is_open:
-            self.is_open = False
-            self._loop.remove_reader(self._socket.fileno())
-            self._loop.remove_writer(self._socket.fileno())
-            self._socket.close()
+        self._frames.close()
 
-    def _send(self, kind: int, body: bytes, descriptors: Sequence[int] = ()) -> None:
-        if not self.is_open:
+    def _on_frame(self, frame: bytes) -> None:
+        if frame[:1] == _RAW:
+            self.on_result(frame[1:])
             return
-        self._outbox.append((_HEAD.pack(len(body), kind) + body, descriptors))
-        if len(self._outbox) == 1:
-            self._flush()
-            if self._outbox:
-                self._loop.add_writer(self._socket.fileno(), self._on_writable)
-
-    def _on_writable(self) -> None:
-        self._flush()
-        if not self._outbox:
-            self._loop.remove_writer(self._socket.fileno())
-
-    def _flush(self) -> None:
-        while self._outbox:
-            data, descriptors = self._outbox[0]
-            try:
-                sent = socket.send_fds(self._socket, [data], descriptors) if descriptors else self._socket.send(data)
-            except BlockingIOError:
-                return
-            except OSError:
-                self._outbox.clear()  # the other end is gone, and the reader finds out
-                return
-            if sent < len(data):
-                self._outbox[0] = data[sent:], ()
-                return
-            self._outbox.popleft()
-
-    def _on_readable(self) -> None:
         try:
-            data = self._socket.recv(_CHUNK)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
+            message = _decode_up(frame[1:])
+        except msgspec.DecodeError:  # not one of ours
             self.close()
             self.on_closed()
             return
-        for kind, body in self._inbox.add(data):
-            if kind == _RAW:
-                self.on_result(body)
-                continue
-            try:
-                message = _decode_up(body)
-            except msgspec.DecodeError:  # not one of ours
-                self.close()
-                self.on_closed()
-                return
-            self.on_message(self, message)
+        self.on_message(self, message)
 
 
 class RankDoor:
@@ -343,9 +280,9 @@ class ReplicaSocket:
             self._socket = socket.create_connection((endpoint.host, endpoint.port))
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._lock = threading.Lock()
-        self._inbox = _Inbox()
+        self._inbox = FrameInbox(_MAX_FRAME_BYTES)
         self._descriptors: list[int] = []
-        self._ready: list[tuple[int, bytes]] = []
+        self._ready: list[bytes] = []
         self.send(Hello(endpoint.token, rank))
 
     def send(self, message: UpMessage) -> None:
@@ -370,8 +307,8 @@ class ReplicaSocket:
             if not data:
                 raise EOFError("the replica is gone")
             self._ready = self._inbox.add(data)
-        kind, body = self._ready.pop(0)
-        return body if kind == _RAW else _decode_down(body)
+        frame = self._ready.pop(0)
+        return frame[1:] if frame[:1] == _RAW else _decode_down(frame[1:])
 
     def take_descriptor(self) -> int | None:
         """The next one that came along, in the order of the messages."""
@@ -382,6 +319,6 @@ class ReplicaSocket:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _send(self, kind: int, body: bytes) -> None:
+    def _send(self, kind: bytes, body: bytes) -> None:
         with self._lock:
-            self._socket.sendall(_HEAD.pack(len(body), kind) + body)
+            self._socket.sendall(pack_frame(kind + body))

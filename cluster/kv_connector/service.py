@@ -17,7 +17,9 @@ from typing import Protocol
 
 import msgspec
 
+from replica.frame_socket import FrameSocket
 from replica.kv_messages import (
+    MAX_KV_MESSAGE_BYTES,
     FromConnector,
     Hello,
     KVPeer,
@@ -27,7 +29,6 @@ from replica.kv_messages import (
     decode_to_connector,
     encode_kv,
 )
-from replica.kv_socket import FrameSocket
 
 #: whoever connects has so long to say who it is
 HELLO_S = 10.0
@@ -112,7 +113,7 @@ class KVService:
             if _user_of(peer) not in (os.getuid(), 0):
                 peer.close()
                 return
-            link = FrameSocket(peer)
+            link = FrameSocket(peer, MAX_KV_MESSAGE_BYTES)
             member = Member(self, link)
             link.on_frame = lambda frame: self._on_frame(member, link, frame)
             link.on_closed = lambda reason: self._on_closed(member, link, reason)

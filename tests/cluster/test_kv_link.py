@@ -17,7 +17,7 @@ import pytest
 from cluster.kv_connector import service as service_module
 from cluster.kv_connector.arena import Arena, check_room
 from cluster.kv_connector.service import KVService, Member
-from replica import kv_link, kv_socket
+from replica import frame_socket, kv_link
 from replica.arena_map import HAS_ARENAS, ArenaError, ArenaMap
 from replica.errors import ConfigError
 from replica.kv_link import KVLink, KVLinkHandler
@@ -340,7 +340,7 @@ async def test_who_says_nothing_is_shut_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 async def test_who_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_socket, "MAX_WAITING_BYTES", 1 << 20)
+    monkeypatch.setattr(frame_socket, "MAX_WAITING_BYTES", 1 << 20)
     handler = Handler()
     async with door(handler) as (service, _):
         stranger = socket.socket(socket.AF_UNIX)

@@ -1,7 +1,8 @@
-"""ASYNC. Frames over a Unix socket between a replica and its connector: a 4-byte little-endian length and the message.
+"""ASYNC. Frames over a stream socket, a 4-byte little-endian length before each: between a replica and its connector,
+and a replica and its ranks.
 
-Both ends use it. A descriptor may come along with a message. Nothing blocks: a reader that is too slow is cut off when
-more than `MAX_WAITING_BYTES` wait for it.
+A descriptor may come along with a frame. Nothing blocks: a reader that is too slow is cut off when more than
+`MAX_WAITING_BYTES` wait for it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ import struct
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from replica.kv_messages import MAX_KV_MESSAGE_BYTES
-
 #: what may wait for a reader that does not read
 MAX_WAITING_BYTES = 64 << 20
 _LENGTH = struct.Struct("<I")
@@ -23,13 +22,43 @@ _CHUNK = 256 << 10
 _MAX_DESCRIPTORS = 4
 
 
+def pack_frame(frame: bytes) -> bytes:
+    """As it travels."""
+    return _LENGTH.pack(len(frame)) + frame
+
+
+class FrameInbox:
+    """Bytes in, whole frames out."""
+
+    def __init__(self, max_frame_bytes: int) -> None:
+        self._data = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+
+    def add(self, data: bytes) -> list[bytes]:
+        """The frames that are complete with it. Raises ValueError: one is longer than allowed."""
+        self._data += data
+        frames, at, size = [], 0, _LENGTH.size
+        while len(self._data) - at >= size:
+            (length,) = _LENGTH.unpack_from(self._data, at)
+            if length > self._max_frame_bytes:
+                raise ValueError(f"it sent a message of {length} bytes; allowed are {self._max_frame_bytes}")
+            end = at + size + length
+            if len(self._data) < end:
+                break
+            frames.append(bytes(memoryview(self._data)[at + size : end]))
+            at = end
+        del self._data[:at]
+        return frames
+
+
 class FrameSocket:
     """One end, on the event loop. The callbacks may be set until the loop runs again."""
 
-    def __init__(self, peer: socket.socket) -> None:
+    def __init__(self, peer: socket.socket, max_frame_bytes: int) -> None:
         self._socket = peer
         self._loop = asyncio.get_running_loop()
-        self._inbox = bytearray()
+        self._max_frame_bytes = max_frame_bytes
+        self._inbox = FrameInbox(max_frame_bytes)
         self._outbox: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._descriptors: list[int] = []
         self.num_waiting_bytes = 0
@@ -45,9 +74,9 @@ class FrameSocket:
         """Never blocks. Lost if the other end is gone, which `on_closed` tells. The descriptors are duplicated."""
         if not self.is_open or self._is_finishing:
             return
-        assert len(frame) <= MAX_KV_MESSAGE_BYTES, f"a message of {len(frame)} bytes"
+        assert len(frame) <= self._max_frame_bytes, f"a message of {len(frame)} bytes"
         held = [os.dup(one) for one in descriptors]
-        self._outbox.append((memoryview(_LENGTH.pack(len(frame)) + frame), held))
+        self._outbox.append((memoryview(pack_frame(frame)), held))
         self.num_waiting_bytes += _LENGTH.size + len(frame)
         if len(self._outbox) == 1:
             self._flush()
@@ -124,18 +153,14 @@ class FrameSocket:
         if not data:
             self._lose("it closed the connection")
             return
-        self._inbox += data
-        while self.is_open and len(self._inbox) >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._inbox)
-            if length > MAX_KV_MESSAGE_BYTES:
-                self._lose(f"it sent a message of {length} bytes; allowed are {MAX_KV_MESSAGE_BYTES}")
-                return
-            end = _LENGTH.size + length
-            if len(self._inbox) < end:
-                return
-            frame = bytes(memoryview(self._inbox)[_LENGTH.size : end])
-            del self._inbox[:end]
-            self.on_frame(frame)
+        try:
+            frames = self._inbox.add(data)
+        except ValueError as error:
+            self._lose(str(error))
+            return
+        for frame in frames:
+            if self.is_open:
+                self.on_frame(frame)
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
