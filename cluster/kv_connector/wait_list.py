@@ -59,4 +59,6 @@ class WaitList:
         """Raises AssertionError."""
         hoping = {lease: lease.hashes[len(lease.blocks)] for lease in leases if lease.num_hoped}
         assert hoping == self._next, "who waits for a hash is not clear"
-        assert hoping == {one: h for h, of_hash in self._leases.items() for one in of_hash}, "both books of waits differ"
+        assert hoping == {one: h for h, of_hash in self._leases.items() for one in of_hash}, (
+            "both books of waits differ"
+        )
