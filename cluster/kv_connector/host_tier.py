@@ -40,7 +40,7 @@ class HostTier:
     """Owns the arena's slots. Does not know who reads and who writes."""
 
     def __init__(self, num_slots: int, order: EvictionOrder, before_change: Callable[[bytes], None]) -> None:
-        """`before_change(hash)` is called before a block begins or ceases to be found, or is given up by who fills it."""
+        """`before_change(hash)` is called before a block begins or ceases to be found, or whoever fills it gives up."""
         self.slots = SlotPool(num_slots)
         self._order = order
         self._before_change = before_change

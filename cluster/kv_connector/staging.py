@@ -171,7 +171,7 @@ class Staging:
 
 
 class Bringing:
-    """Of one lease that gets longer: jobs for what is not in the arena. Neighbours that one peer has travel together."""
+    """Of a lease that gets longer: jobs for what is not in the arena. Neighbours that one peer has travel together."""
 
     def __init__(self, staging: Staging, lease: Lease, now: float) -> None:
         self._staging = staging

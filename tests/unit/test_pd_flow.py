@@ -1,0 +1,210 @@
+"""Blocks flow from P to D while P computes: the real cores on both sides, a fake runner, no faults."""
+
+from __future__ import annotations
+
+import pytest
+
+from replica.fake_runner import CostModel, FakeModelRunner, expected_output
+from replica.kv_messages import KVSpace
+from replica.messages import FinishReason, SamplingParams
+from replica.step import OpenArena
+from tests.unit.pd_world import PDPair
+
+BLOCK = 4
+VOCAB = 1000
+SPACE = KVSpace("fake", BLOCK, 8 * BLOCK, 1, "")
+
+
+def _sampling(max_tokens: int = 6) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+def _pair(num_blocks: int = 64, per_copy_s: float = 0.0, **settings: object) -> PDPair:
+    def runner(open_arena: OpenArena) -> FakeModelRunner:
+        return FakeModelRunner(
+            num_blocks=num_blocks,
+            block_size=BLOCK,
+            vocab_size=VOCAB,
+            eos_token_ids=(7,),
+            open_arena=open_arena,
+            cost=CostModel(per_copy_s=per_copy_s),
+        )
+
+    return PDPair(runner, SPACE, **settings)  # type: ignore[arg-type]
+
+
+def _expected(prompt: list[int], num_tokens: int = 6) -> list[int]:
+    return expected_output(prompt, num_tokens, vocab_size=VOCAB, eos=frozenset({7}))
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("chunk", [4, 7, 16, 64])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8, 9, 31, 32, 33, 50])
+def test_d_computes_only_its_last_block(num_nodes: int, chunk: int, length: int) -> None:
+    pair, prompt = _pair(num_nodes=num_nodes, chunk=chunk), list(range(100, 100 + length))
+    pair.submit("q", prompt, _sampling())
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    assert pair.ends == {"q": FinishReason.LENGTH}
+    loaded = pair.d.kv.counters()["kv_blocks_loaded"]
+    is_remote = length > BLOCK
+    assert loaded == (length // BLOCK if is_remote else 0)
+    computed = pair.d.core.scheduler.counters.scheduled_tokens
+    assert computed == (length + 5 - BLOCK * loaded if is_remote else length + 5)
+    if num_nodes == 2:
+        assert pair.nodes[1].num_fetched == loaded
+    pair.check_baseline()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_blocks_come_while_p_computes(num_nodes: int) -> None:
+    pair, prompt = _pair(num_nodes=num_nodes, chunk=8), list(range(100, 148))
+    pair.submit("q", prompt, _sampling())
+    pair.step(pair.d)
+    pair.carry()
+    pair.prefill("q")
+    loaded = []
+    while not pair.firsts:
+        pair.now += 0.01
+        pair.step(pair.p)
+        pair.carry()
+        pair.step(pair.d)
+        pair.carry()
+        loaded.append(pair.d.kv.counters()["kv_blocks_loaded"])
+    assert loaded == [0, 0, 2, 4, 6, 8]  # two steps behind: an offer goes with one plan, its copy with the next
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    pair.check_baseline()
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("num_here", [16, 20])
+def test_e_10_only_what_d_lacks_moves(num_nodes: int, num_here: int) -> None:
+    pair, prompt = _pair(num_nodes=num_nodes), list(range(100, 132))
+    pair.submit("q", prompt, _sampling())
+    pair.run()
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 8
+    pair.submit("again", prompt, _sampling())
+    pair.run()
+    assert not pair.seats["again"].is_waiting
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 8
+    pair.submit("part", [*prompt[:num_here], *range(200, 216)], _sampling())
+    pair.run()
+    assert pair.seats["part"].num_cached_tokens == num_here
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 8 + 4
+    for name, asked in (("q", prompt), ("again", prompt), ("part", [*prompt[:num_here], *range(200, 216)])):
+        assert pair.tokens[name] == _expected(asked)
+    pair.check_baseline()
+
+
+def test_a_long_prompt_is_not_starved_by_the_share_of_background_stores() -> None:
+    pair = _pair(num_blocks=1100, num_slots=4400, chunk=512)
+    prompt = [i % 900 + 50 for i in range(4000)]
+    pair.submit("q", prompt, _sampling())
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 1000
+    pair.check_baseline()
+
+
+def test_an_arena_that_is_too_small_ends_the_wait() -> None:
+    """D may lease half of it, and knows that no more will come: it does not wait until its time is over."""
+    for num_nodes in (1, 2):
+        pair, prompt = (
+            _pair(num_nodes=num_nodes, num_slots=(64 if num_nodes == 2 else 8, 8), chunk=8),
+            list(range(100, 140)),
+        )
+        pair.submit("q", prompt, _sampling())
+        pair.run()
+        assert pair.now < 1.0
+        assert pair.tokens["q"] == _expected(prompt)
+        assert 0 < pair.d.kv.counters()["kv_blocks_loaded"] <= 4
+        pair.check_baseline()
+
+
+def test_e_04_blocks_that_never_come_are_computed_at_the_deadline() -> None:
+    pair, prompt = _pair(num_nodes=2), list(range(100, 140))
+    pair.nodes[1].news.clear()
+    pair.submit("q", prompt, _sampling(), load_within_s=3.0)
+    pair.step(pair.d)
+    pair.go_on("q", _expected(prompt)[:1])
+    pair.tokens["q"] = _expected(prompt)[:1]
+    pair.begun.add("q")
+    pair.pass_time(2.9)
+    pair.carry()
+    assert not pair.step(pair.d)
+    pair.pass_time(0.2)
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    assert pair.d.kv.counters()["kv_failed_loads"] == 1
+    pair.check_baseline()
+
+
+def test_a_prompt_of_whole_blocks_that_d_goes_on_with_alone() -> None:
+    """All of it was loaded, and P never said a token: the last block is computed again for the first one."""
+    pair, prompt = _pair(), list(range(100, 132))
+    pair.submit("q", prompt, _sampling())
+    pair.step(pair.d)
+    pair.prefill("q")
+    for _ in range(8):
+        pair.carry()
+        pair.step(pair.p)
+        pair.step(pair.d)
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 8
+    pair.firsts.clear()
+    pair.tokens["q"] = []
+    pair.go_on("q", [])
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    pair.check_baseline()
+
+
+@pytest.mark.parametrize("is_continued", [False, True])
+def test_what_is_being_written_is_not_computed_before_the_copy_is_over(is_continued: bool) -> None:
+    """Its time is over, or it is told to compute, while a copy is under way."""
+    pair, prompt = _pair(), list(range(100, 132))
+    pair.submit("q", prompt, _sampling())
+    pair.step(pair.d)
+    pair.prefill("q")
+    pair.d.runner.copies.most = 0  # type: ignore[attr-defined]
+    for _ in range(8):
+        pair.carry()
+        pair.step(pair.p)
+        pair.step(pair.d)
+    pair.firsts.clear()
+    first = _expected(prompt)[:1]
+    if is_continued:
+        pair.go_on("q", first)
+        pair.pass_time(4.0)
+        pair.d.kv.tick(pair.now)
+    else:
+        pair.tokens["q"], first = [], []
+        pair.go_on("q", [])
+    num_computed = pair.d.core.scheduler.counters.scheduled_tokens
+    for _ in range(5):
+        pair.step(pair.d)
+        pair.carry()
+    assert pair.d.core.scheduler.counters.scheduled_tokens == num_computed
+    pair.d.runner.copies.most = None  # type: ignore[attr-defined]
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    pair.check_baseline()
+
+
+def test_e_03_a_client_that_leaves_between_both_leaves_nothing() -> None:
+    pair = _pair(num_nodes=2)
+    for number in range(50):
+        name, prompt = f"q{number}", list(range(100 + number, 140 + number))
+        pair.submit(name, prompt, _sampling())
+        for _ in range(number % 7):
+            pair.carry()
+            pair.step(pair.d)
+            if name in pair.seats and name not in pair.begun:
+                pair.prefill(name)
+            pair.step(pair.p)
+        pair.abort(name)
+        pair.seats.clear()
+        pair.firsts.clear()
+    pair.run()
+    pair.check_baseline()
+    assert not pair.ends
