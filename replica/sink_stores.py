@@ -47,13 +47,16 @@ class SinkStores:
         """The oldest, without those that are on their way already: these wait, since that may come to nothing. Whoever
         gets them unpins them.
         """
-        taken: list[Offer] = []
+        taken: dict[bytes, Offer] = {}
         later: list[Offer] = []
         while self._queue and len(taken) < most:
             offer = self._queue.popleft()
-            (later if is_under_way(offer.block_hash) else taken).append(offer)
+            if offer.block_hash in taken or is_under_way(offer.block_hash):
+                later.append(offer)
+            else:
+                taken[offer.block_hash] = offer
         self._queue.extendleft(reversed(later))
-        return taken
+        return list(taken.values())
 
     def clear(self, *, is_again: bool) -> None:
         """Nothing waits any more. `is_again`: another connector may want all of it; else what is computed by now is not
