@@ -52,7 +52,8 @@ class KVSpace(WireRecord, frozen=True):
     block_size: int
     #: bytes of one block over all ranks
     block_bytes: int
-    #: of KV: bits differ between degrees
+    #: 1 where the degree divides the KV heads: then a block's bytes are in the same order at every degree, and equal
+    #: within rounding; else the degree, since heads are held twice
     tensor_parallel_size: int
     #: order of the bytes in a block
     layout: str

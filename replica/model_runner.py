@@ -131,6 +131,7 @@ class TorchModelRunner:
             description=f"cpu, {config.model.dtype}, {threads} threads, {loaded.description}; {verdict}",
             window=self._window,
             block_bytes=0 if self.copies is None else kv_pool.slabs(self._decoder.pool).shape[1] * shard.size,
+            kv_degree=1 if self._model.num_kv_heads % shard.size == 0 else shard.size,
         )
 
     def _new_store(self) -> SequenceStore:
@@ -154,10 +155,10 @@ class TorchModelRunner:
         return f"invariance self-test {'passed' if self.is_invariant else 'FAILED'} in {elapsed_ms:.0f} ms"
 
     def _fingerprint(self, digest: str, max_len: int) -> str:
-        """Of all that KV blocks depend on: another number of ranks adds in another order; past its usual length a model
-        may rotate differently.
+        """Of all that KV blocks depend on: past its usual length a model may rotate differently. Not of the number of
+        ranks: they add in another order, so the last bits differ, and a prompt of one can be gone on with by the other.
         """
-        parts = (repr(self._model), self._dtype, self._shard.size, max_len > self._model.usual_length)
+        parts = (repr(self._model), self._dtype, max_len > self._model.usual_length)
         text = json.dumps([*map(str, parts), self._decoder.kernels, digest])
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -49,8 +49,8 @@ EDGES = [
 class Bench:
     """Runs of one model, on a pair and alone."""
 
-    def __init__(self, folder: Path, num_blocks: int = 250) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, num_blocks: int = 250, num_slots: int = 600) -> None:
+        self.folder, self.num_slots = folder, num_slots
         self.config = make_config("float32", BLOCK, num_blocks, threads=1)
         self.runners: list[TorchModelRunner] = []
         self.spare: list[TorchModelRunner] = []
@@ -76,7 +76,7 @@ class Bench:
         info = self.runners[0].info
         space = KVSpace(info.model_fingerprint, BLOCK, info.block_bytes, 1, "")
         self._opens.clear()
-        pair = PDPair(self.runner, space, num_nodes=num_nodes, num_slots=600, chunk=chunk)
+        pair = PDPair(self.runner, space, num_nodes=num_nodes, num_slots=self.num_slots, chunk=chunk)
         opens = dict(zip((pair.p.node.name, pair.d.node.name), self._opens, strict=True))
         self._opens.append(lambda place, member: opens[place.incarnation.split("/")[0]](place, member))
         self.traces: dict[str, Trace] = {}
@@ -204,7 +204,7 @@ def test_the_real_model_with_rules_and_grammars(model_folder: Path) -> None:
     ruled.sort(key=lambda item: not item.sampling.grammar)
     items = ruled[:5]
     assert sum(bool(item.sampling.grammar) for item in items) >= 2
-    bench = Bench(model_folder, 200)
+    bench = Bench(model_folder, 60, 120)
     reference = alone(bench, items)
     pair = bench.pair(32, 2)
     equal(reference, bench.run(pair, items), "SmolLM2")
