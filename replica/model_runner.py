@@ -71,6 +71,7 @@ class TorchModelRunner:
         torch.set_num_threads(threads)
         self._num_blocks = _pool_size(config, self._model, self._dtype, shard)
         self._block_size = config.cache.block_size
+        self._is_exact = config.cache.exact_kv
         if not config.parallel.ranks_may_be_remote:  # they share the pool, and this machine
             check_pool(config.cache, hardware.memory_bytes, 1, self._model, self._dtype.itemsize)
         settings = LoadSettings(
@@ -155,11 +156,12 @@ class TorchModelRunner:
         return f"invariance self-test {'passed' if self.is_invariant else 'FAILED'} in {elapsed_ms:.0f} ms"
 
     def _fingerprint(self, digest: str, max_len: int) -> str:
-        """Of all that KV blocks depend on: past its usual length a model may rotate differently. Not of the number of
-        ranks: they add in another order, so the last bits differ, and a prompt of one can be gone on with by the other.
+        """Of all that KV blocks depend on: past its usual length a model may rotate differently. Other kernels, and
+        another number of ranks, add in another order: that counts unless `kv_cache.exact_kv` is off.
         """
-        parts = (repr(self._model), self._dtype, max_len > self._model.usual_length)
-        text = json.dumps([*map(str, parts), self._decoder.kernels, digest])
+        sums = (self._shard.size, self._decoder.kernels) if self._is_exact else ("within rounding",)
+        parts = (repr(self._model), self._dtype, max_len > self._model.usual_length, *sums)
+        text = json.dumps([*map(str, parts), digest])
         return hashlib.sha256(text.encode()).hexdigest()
 
     @torch.inference_mode()

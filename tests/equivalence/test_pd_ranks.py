@@ -13,18 +13,20 @@ import pytest
 
 from benchmarks.equality import Item
 from benchmarks.hf_reference import TOLERANCE
-from benchmarks.tiny_models import make
+from replica.collective import NoPeers
 from replica.errors import EngineError
 from replica.kv_messages import ArenaPlace, KVPeer, KVSpace
 from replica.messages import SamplingParams
 from replica.model_runner import TorchModelRunner
+from replica.shard import Shard
 from replica.step import Arena, StepPlan, StepResult
 from tests.equivalence.ranks import run_on_ranks
-from tests.equivalence.runner_driver import make_config
+from tests.equivalence.runner_driver import make_config, write_tiny_model
 from tests.equivalence.test_tier import Run
 from tests.unit.tier_harness import FakeArena, FakeConnector
 
-CONFIG = make_config("float32", 16, 160, threads=1)
+EXACT = make_config("float32", 16, 160, threads=1)
+CONFIG = EXACT.model_copy(update={"cache": EXACT.cache.model_copy(update={"exact_kv": False})})
 SLOTS = 100
 ITEMS = [
     Item([(i * 7 + seed) % 260 + 3 for i in range(length)], SamplingParams(5, temperature=0.0, ignore_eos=True))
@@ -90,8 +92,8 @@ def drive(path: Path, sealed: dict[bytes, int], items: list[Item], more: list[It
 
 
 def test_one_rank_and_three_load_of_each_other(tmp_path: Path) -> None:
-    shape = {"hidden_size": 192, "num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 16}
-    folder = make(tmp_path / "olmo2", "olmo2", **shape)
+    shape = {"hidden_size": 192, "num_attention_heads": 12, "num_key_value_heads": 3, "intermediate_size": 192}
+    folder = write_tiny_model(tmp_path / "tiny", **shape)
 
     def single() -> TorchModelRunner:
         return TorchModelRunner(CONFIG, folder, self_test=False, open_arena=open_file)
@@ -115,13 +117,22 @@ def test_one_rank_and_three_load_of_each_other(tmp_path: Path) -> None:
             np.testing.assert_allclose(row, other, atol=TOLERANCE)
 
 
+def test_by_default_bits_count(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    prints = [
+        TorchModelRunner(config, folder, self_test=False, shard=Shard(0, size), collective=NoPeers()).info
+        for config in (EXACT, CONFIG)
+        for size in (1, 2)
+    ]
+    one, two, near, other = [info.model_fingerprint for info in prints]
+    assert len({one, two, near}) == 3
+    assert near == other
+
+
 @pytest.mark.parametrize(("size", "degree"), [(1, 1), (2, 1), (4, 4)])
 def test_heads_that_are_held_twice_are_no_common_layout(tmp_path: Path, size: int, degree: int) -> None:
-    from replica.collective import NoPeers
-    from replica.shard import Shard
-
-    shape = {"hidden_size": 192, "num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 16}
-    folder = make(tmp_path / "llama", "llama-biased", **shape)
+    shape = {"hidden_size": 192, "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 192}
+    folder = write_tiny_model(tmp_path / "tiny", **shape)
     config = make_config("float32", 16, 8, threads=1)
     runner = TorchModelRunner(config, folder, self_test=False, shard=Shard(0, size), collective=NoPeers())
     assert runner.info.kv_degree == degree
