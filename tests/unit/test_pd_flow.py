@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from replica.fake_runner import CostModel, FakeModelRunner, expected_output
-from replica.kv_messages import KVSpace
-from replica.messages import FinishReason, SamplingParams
+from replica.fake_runner import FakeModelRunner, expected_output
+from replica.kv_messages import FromConnector, Hello, KVPeer, KVSpace, Reserve, Unwelcome
+from replica.messages import FinishReason, PreemptionCause, SamplingParams
 from replica.step import OpenArena
 from tests.unit.pd_world import PDPair
 
@@ -19,18 +20,14 @@ def _sampling(max_tokens: int = 6) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
 
 
-def _pair(num_blocks: int = 64, per_copy_s: float = 0.0, **settings: object) -> PDPair:
-    def runner(open_arena: OpenArena) -> FakeModelRunner:
-        return FakeModelRunner(
-            num_blocks=num_blocks,
-            block_size=BLOCK,
-            vocab_size=VOCAB,
-            eos_token_ids=(7,),
-            open_arena=open_arena,
-            cost=CostModel(per_copy_s=per_copy_s),
-        )
+def _runner(open_arena: OpenArena, num_blocks: int = 64) -> FakeModelRunner:
+    return FakeModelRunner(
+        num_blocks=num_blocks, block_size=BLOCK, vocab_size=VOCAB, eos_token_ids=(7,), open_arena=open_arena
+    )
 
-    return PDPair(runner, SPACE, **settings)  # type: ignore[arg-type]
+
+def _pair(num_blocks: int = 64, **settings: object) -> PDPair:
+    return PDPair(lambda open_arena: _runner(open_arena, num_blocks), SPACE, **settings)  # type: ignore[arg-type]
 
 
 def _expected(prompt: list[int], num_tokens: int = 6) -> list[int]:
@@ -208,3 +205,104 @@ def test_e_03_a_client_that_leaves_between_both_leaves_nothing() -> None:
     pair.run()
     pair.check_baseline()
     assert not pair.ends
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_e_01_p_dies_before_or_in_the_middle_of_the_pull(num_nodes: int, steps_before: int) -> None:
+    pair, prompt, other = _pair(num_nodes=num_nodes, chunk=8), list(range(100, 148)), list(range(300, 308))
+    pair.submit_local(pair.d, "running", other, _sampling(30))
+    pair.submit("q", prompt, _sampling())
+    pair.step(pair.d)
+    pair.prefill("q")
+    for _ in range(steps_before):
+        pair.carry()
+        pair.step(pair.p)
+        pair.step(pair.d)
+    pair.p.die()
+    pair.p = pair.replica("p", pair.nodes[0], _runner)
+    pair.go_on("q", [])
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    assert pair.tokens["running"] == _expected(other, 30)
+    pair.submit("next", [5, *prompt], _sampling())
+    pair.run()
+    assert pair.tokens["next"] == _expected([5, *prompt])
+    assert pair.p.core.scheduler.counters.prompt_tokens == 49, "the new P is not used"
+    pair.check_baseline()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model_fingerprint", "other"),
+        ("block_size", 8),
+        ("block_bytes", 64),
+        ("layout", "x"),
+        ("tensor_parallel_size", 3),
+    ],
+)
+def test_e_06_what_does_not_fit_is_refused_with_field_and_both_values(field: str, value: object) -> None:
+    pair = _pair()
+    space, told = msgspec.structs.replace(SPACE, **{field: value}), list[FromConnector | None]()
+    pair.nodes[0].join(Hello(KVPeer("other", "1"), "engine", space), told.append)
+    assert isinstance(told[0], Unwelcome)
+    assert f"{field} is {value!r} at your side and {getattr(SPACE, field)!r} here" in told[0].message
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("length", [1, 5, 15, 16, 17])
+def test_e_09_a_prompt_of_less_than_a_block_waits_for_nothing(block: int, length: int) -> None:
+    space = KVSpace("fake", block, 8 * block, 1, "")
+
+    def runner(open_arena: OpenArena) -> FakeModelRunner:
+        return FakeModelRunner(num_blocks=16, block_size=block, vocab_size=VOCAB, open_arena=open_arena)
+
+    pair, prompt = PDPair(runner, space), list(range(100, 100 + length))
+    pair.submit("q", prompt, _sampling())
+    pair.run()
+    assert pair.seats["q"].is_waiting == (length > block)
+    assert pair.tokens["q"] == expected_output(prompt, 6, vocab_size=VOCAB, eos=frozenset({2}))
+    assert pair.now < 0.5
+    pair.check_baseline()
+
+
+def test_e_12_a_connector_that_was_restarted_is_heard_again() -> None:
+    pair = _pair(num_nodes=2)
+    for number in range(3):
+        prompt = list(range(100 + 50 * number, 140 + 50 * number))
+        pair.submit(f"q{number}", prompt, _sampling())
+        pair.run()
+        assert pair.tokens[f"q{number}"] == _expected(prompt)
+        assert pair.d.kv.counters()["kv_blocks_loaded"] == 10 * (number + 1)
+        giver, taker = pair.nodes
+        giver.die()
+        pair.p.ranks = []
+        pair.p.disconnect()
+        taker.hears(giver)
+        giver.hears(taker)
+        pair.p.connect()
+    pair.check_baseline()
+
+
+def test_e_15_who_is_put_back_at_p_is_computed_again_and_then_handed_over() -> None:
+    pair, prompts = _pair(num_blocks=24, chunk=8), [list(range(s, s + 40)) for s in (100, 300)]
+    for number, prompt in enumerate(prompts):
+        pair.submit(f"q{number}", prompt, _sampling())
+        pair.carry()
+        pair.step(pair.d)
+        pair.prefill(f"q{number}")
+        for _ in range(5):
+            pair.carry()
+            pair.step(pair.p)
+            if victims := [s for s in pair.p.core.scheduler.running if not s.in_step]:
+                pair.p.core.scheduler.preempt(victims[0], PreemptionCause.BLOCKS, pair.now, by=victims[0])
+            for message in pair.p.kv.take_messages():
+                assert not isinstance(message, Reserve) or message.hashes, "a reservation of nothing"
+                pair.p.down.append(message)
+    pair.run()
+    assert pair.p.core.scheduler.counters.preemptions > 0
+    for number, prompt in enumerate(prompts):
+        assert pair.tokens[f"q{number}"] == _expected(prompt)
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 20
+    pair.check_baseline()
