@@ -306,3 +306,39 @@ def test_e_15_who_is_put_back_at_p_is_computed_again_and_then_handed_over() -> N
         assert pair.tokens[f"q{number}"] == _expected(prompt)
     assert pair.d.kv.counters()["kv_blocks_loaded"] == 20
     pair.check_baseline()
+
+
+def test_every_message_twice_changes_nothing() -> None:
+    pair, prompt = _pair(num_nodes=2, chunk=8), list(range(100, 140))
+    receive = pair.d.kv.receive
+
+    def twice(message: FromConnector, now: float) -> None:
+        receive(message, now)
+        receive(message, now)
+
+    pair.d.kv.receive = twice  # type: ignore[method-assign]
+    pair.submit("q", prompt, _sampling())
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 10
+    pair.check_baseline()
+
+
+def test_a_lease_that_was_lost_while_copies_were_under_way_is_not_believed() -> None:
+    """D stood still for most of its lease, and others may have written where it reads."""
+    pair, prompt = _pair(chunk=8), list(range(100, 140))
+    pair.submit("q", prompt, _sampling())
+    pair.step(pair.d)
+    pair.prefill("q")
+    pair.d.runner.copies.most = 0  # type: ignore[attr-defined]
+    for _ in range(9):
+        pair.carry()
+        pair.step(pair.p)
+        pair.step(pair.d)
+    pair.nodes[0].slots[:] = 0xCD
+    pair.pass_time(7.0)
+    pair.d.runner.copies.most = None  # type: ignore[attr-defined]
+    pair.run()
+    assert pair.tokens["q"] == _expected(prompt)
+    assert pair.d.kv.counters()["kv_blocks_loaded"] == 0
+    pair.check_baseline()
