@@ -50,12 +50,13 @@ class WildWorld(World):
         chain = rng.choice(CHAINS)
         start = rng.choice([0, 0, 0, rng.randrange(len(chain))])
         hashes = chain[start : start + rng.randint(1, len(chain))]
-        within_s = rng.choice([0.0, 0.05, 0.5, 2.0])
+        waits = rng.random() < 0.3
+        within_s = rng.choice([0.0, 0.05, 0.5, 2.0, 30.0 if waits else 2.0])
         lease_id, group.next_id = group.next_id, group.next_id + 1
         group.asked[lease_id] = (hashes, self.generation, self.now + within_s)
         sources = [p for p in PEERS if rng.random() < 0.2]
         before = chain[start - 1] if start else b""
-        self.say(group, Acquire(lease_id, hashes, within_s, sources, start, before))
+        self.say(group, Acquire(lease_id, hashes, within_s, sources, start, before, waits))
 
     def release(self, rng: random.Random) -> None:
         group = self._pick(rng)

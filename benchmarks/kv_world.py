@@ -80,6 +80,8 @@ class Group:
         self.next_id = 0
         #: lease -> hashes, generation when asked, deadline
         self.asked: dict[int, tuple[list[bytes], int, float]] = {}
+        #: lease -> blocks that were given, heard of or not
+        self.given: dict[int, int] = {}
         self.leases: dict[int, list[tuple[bytes, int]]] = {}
         self.reserving: dict[int, tuple[list[bytes], int]] = {}
         #: reservation -> place -> (slot, content)
@@ -178,6 +180,10 @@ class World:
             group = next(g for g in self.groups if member in g.members)
             hashes, _, deadline = group.asked[message.lease_id]
             assert self.now <= deadline + 1e-9, "answered too late"
+            assert message.num_before == group.given.get(message.lease_id, 0), "a piece is missing, or comes twice"
+            group.given[message.lease_id] = message.num_before + len(message.slots)
+            hashes = hashes[message.num_before :]
+            self.count("pieces", not message.is_last)
             assert len(message.tiers) == len(message.slots) <= len(hashes), "more than was asked for"
             for block_hash, slot in zip(hashes, message.slots, strict=False):
                 content, generation = self.memory[slot]
@@ -248,7 +254,8 @@ class World:
         on_way = [m.message for m in group.inbox if isinstance(m, Send)]
         if any(isinstance(m, Close) for m in group.inbox):
             return False
-        return not any(isinstance(m, Acquired | LostSlots) and m.lease_id == lease_id for m in on_way)
+        ends = [m for m in on_way if isinstance(m, LostSlots) or (isinstance(m, Acquired) and m.is_last)]
+        return all(m.lease_id != lease_id for m in ends)
 
     def look_at_news(self) -> None:
         """Nothing is untold: everybody connected knows exactly what is there."""
@@ -294,12 +301,15 @@ class World:
                 group.asked.clear()
                 continue
             match sent.message:
-                case Acquired(lease_id=lease_id, slots=slots):
-                    asked = group.asked.pop(lease_id, None)
+                case Acquired(lease_id=lease_id, slots=slots, num_before=start):
+                    asked = group.asked.get(lease_id)
                     if asked is not None and slots:
-                        group.leases[lease_id] = list(zip(asked[0], slots, strict=False))
+                        group.leases.setdefault(lease_id, []).extend(zip(asked[0][start:], slots, strict=False))
+                    if sent.message.is_last:
+                        group.asked.pop(lease_id, None)
                 case LostSlots(lease_id=lease_id):
                     group.leases.pop(lease_id, None)
+                    group.asked.pop(lease_id, None)
                 case Reserved(reservation_id=number, slots=slots):
                     hashes, generation = group.reserving.pop(number)
                     wanted = {i: (slot, (hashes[i], generation)) for i, slot in enumerate(slots) if slot >= 0}

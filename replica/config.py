@@ -70,6 +70,11 @@ class CacheConfig(FrozenModel):
         description="How long a sequence waits for KV from the node's tiers before it is computed.",
     )
     min_load_blocks: int = Field(4, ge=1, description="Fewer blocks than that are computed instead of being loaded.")
+    exact_kv: bool = Field(
+        True,
+        description="Share KV only where its bits are equal: same kernels, same tensor_parallel_size. Off: also where "
+        "it differs by rounding, as prefill and decode replicas of different degree do.",
+    )
 
 
 class SchedulerConfig(FrozenModel):

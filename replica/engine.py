@@ -108,9 +108,8 @@ class Engine:
         self.core = EngineCore(self._config, info, transfer_limits=self._tier_limits(info))
         self.core.runner_counters = self._runner.counters
         if self.core.kv is not None and self._kv_link is not None:
-            parallel = self._config.parallel.tensor_parallel_size
             self._kv_link.start(
-                KVSpace(info.model_fingerprint, info.block_size, info.block_bytes, parallel, KV_LAYOUT),
+                KVSpace(info.model_fingerprint, info.block_size, info.block_bytes, info.kv_degree, KV_LAYOUT),
                 KVEvents(self.core.kv, self._clock, self._after_kv),
             )
         self._idle.set()

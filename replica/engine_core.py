@@ -413,6 +413,7 @@ class EngineCore:
                 tenant_weight=request.tenant_weight,
             )
             sequence.block_hashes = hashes.copy()
+            sequence.sink = request.kv_sink
             self._next_seq_id += 1
             sequences.append(sequence)
             if request.kv_source is not None:

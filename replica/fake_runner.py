@@ -145,6 +145,7 @@ class FakeModelRunner:
             description="fake runner: no weights, tokens from a hash of the prefix",
             window=window,
             block_bytes=block_size * 8 * num_ranks,
+            kv_degree=num_ranks,
         )
         self.cost = cost or CostModel()
         self._eos = frozenset(eos_token_ids)

@@ -34,6 +34,8 @@ class KVSink(WireRecord, frozen=True):
     """
 
     hand_over: str
+    #: leading tokens that D has itself: not to be sent
+    num_cached_tokens: int = 0
 
 
 class Seated(msgspec.Struct, frozen=True, tag="seated", gc=False):

@@ -8,6 +8,7 @@ is computed. A lease is released exactly once: when its copies are over, or when
 from __future__ import annotations
 
 import enum
+import itertools
 
 from replica.block_manager import BlockManager
 from replica.copy_line import CopyJob
@@ -65,7 +66,7 @@ class BlockLoads:
         self._blocks = blocks
         #: those that are not done
         self._loads: dict[int, Load] = {}
-        self._next_id = 0
+        self.ids = itertools.count()
         self.num_wanting = 0
         self.num_loading = 0
         self.released: list[int] = []
@@ -75,8 +76,7 @@ class BlockLoads:
 
     def ask(self, sequence: Sequence, first: int, hashes: list[bytes], now: float) -> Load:
         """It wants its blocks from `first` on."""
-        load = Load(sequence, self._next_id, first, hashes, now)
-        self._next_id += 1
+        load = Load(sequence, next(self.ids), first, hashes, now)
         self._loads[load.lease_id] = load
         self.num_wanting += 1
         sequence.load = load

@@ -7,7 +7,7 @@ Block ids, slots and hashes travel; KV bytes never do, since both map the same a
       Hello ───────────────────────────────────────> Welcome + descriptor of the arena | Unwelcome
       Acquire(hashes) ─────────────────────────────> brings the first of them into the arena, leases them
                      <──────────── Acquired(slots)   sealed: nobody writes them until Release
-      ... copies slots into its pool ...
+      ... copies slots into its pool; with `waits` more answers follow while others still compute ...
       Release(lease) ──────────────────────────────>
       Reserve(hashes) ─────────────────────────────> free slots for those that it does not have
                      <──────────── Reserved(slots)
@@ -52,7 +52,8 @@ class KVSpace(WireRecord, frozen=True):
     block_size: int
     #: bytes of one block over all ranks
     block_bytes: int
-    #: of KV: bits differ between degrees
+    #: 1 where the degree divides the KV heads: then a block's bytes are in the same order at every degree, and equal
+    #: within rounding; else the degree, since heads are held twice
     tensor_parallel_size: int
     #: order of the bytes in a block
     layout: str
@@ -118,6 +119,9 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     """Lease the leading ones of these hashes, wherever they are: from disk and from other nodes they are brought into
     the arena first. Answered within `within_s`, with what is there by then; whatever arrives later stays as cache.
+
+    With `waits` blocks that nobody has yet are waited for (another replica computes them), and the answer comes in
+    pieces, as the run gets longer.
     """
 
     lease_id: int
@@ -128,11 +132,12 @@ class Acquire(msgspec.Struct, frozen=True, tag="acquire"):
     #: place of the first hash in its chain, and the hash before it: eviction goes by them, nothing else
     first: int = 0
     before: bytes = b""
+    waits: bool = False
 
 
 class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
-    """The first `len(slots)` hashes are in these slots, sealed, and stay until `Release`. Without slots there is
-    nothing to release.
+    """The first `len(slots)` hashes behind the `num_before` that were given before are in these slots, sealed, and stay
+    until `Release`. Without any slots there is nothing to release.
     """
 
     lease_id: int
@@ -141,6 +146,10 @@ class Acquired(msgspec.Struct, frozen=True, tag="acquired"):
     tiers: list[KVTier] = []
     #: the holder has more leased than it may: less was given than is there
     is_limited: bool = False
+    #: an earlier piece of the same answer gave so many hashes
+    num_before: int = 0
+    #: False: more may come
+    is_last: bool = True
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):

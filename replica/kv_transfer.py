@@ -16,6 +16,7 @@ import msgspec
 from replica.block_manager import BlockManager
 from replica.block_offers import Offer, offer_of
 from replica.copy_line import CopyBatch, CopyJob, CopyLine
+from replica.copy_pace import CopyPace
 from replica.kv_loads import BlockLoads, Load, LoadState
 from replica.kv_messages import (
     NO_ARENA,
@@ -31,14 +32,13 @@ from replica.kv_messages import (
     ToConnector,
 )
 from replica.kv_stores import BlockStores, Reservation
+from replica.remote_loads import RemoteLoad, RemoteLoads, Seats
 from replica.sequence import Sequence, Status
 from replica.step import StepResult
 from replica.transfer_counters import TransferCounters
 
 #: a process that stood still for this share of its lease trusts nothing that it had leased
 _STOOD_STILL = 0.6
-#: how much of what was measured before one more measurement leaves
-_MEMORY = 0.8
 
 
 class TransferLimits(msgspec.Struct, frozen=True):
@@ -63,9 +63,13 @@ class KVTransfer:
         self._blocks = blocks
         self._limits = limits or TransferLimits()
         blocks.record_offers()
+        self.counters = TransferCounters()
         self._line = CopyLine()
         self._loads = BlockLoads(blocks)
-        self._stores = BlockStores(blocks, max(1, int(self._limits.store_share * blocks.num_blocks)))
+        #: of sequences whose prompt another replica computes
+        self._remote = RemoteLoads(blocks, self._loads.ids, self.counters)
+        most_pinned = max(1, int(self._limits.store_share * blocks.num_blocks))
+        self._stores = BlockStores(blocks, most_pinned, self._limits.load_wait_s)
         self._outbox: list[ToConnector] = []
         #: what the connector is said to have; None: it has not said
         self._known: set[bytes] | None = None
@@ -73,14 +77,16 @@ class KVTransfer:
         self._lease_s = 0.0
         self._ticked_at: float | None = None
         self._num_clears = 0
-        #: of one block, as measured; and through which copy that was measured
-        self._copy_s = 0.0
-        self._num_copied = 0
+        self.pace = CopyPace(blocks.block_size)
         #: put back, and kept by the connector
         self._swapped: set[int] = set()
-        #: tells seconds of a computed prompt token; 0: not measured
-        self.token_s: Callable[[], float] = lambda: 0.0
-        self.counters = TransferCounters()
+
+    def serve(self, seats: Seats, token_s: Callable[[], float]) -> None:
+        """`seats`: who waits for blocks that another replica computes; `token_s`: seconds of a computed prompt token,
+        0: not measured.
+        """
+        self._remote.serve(seats)
+        self.pace.token_s = token_s
 
     # ---- the connector ----
 
@@ -93,6 +99,7 @@ class KVTransfer:
         assert self._place is None, "gone() first"
         self._place, self._lease_s, self._ticked_at = place, lease_s, now
         self._line.use(place)
+        self._remote.connected()
 
     def gone(self) -> list[Sequence]:
         """The connection is over. What was not copied yet will not be; copies under way go on, since whoever has mapped
@@ -104,9 +111,9 @@ class KVTransfer:
         self._stores.forget_connector()
         for job in self._line.drop_unsent():
             self._take(job, ok=False)
-        self._line.use(
-            NO_ARENA
-        )  # its memory stays as long as somebody has it mapped; and a rank's open door keeps us out
+        self._remote.forget_connector()
+        # its memory stays as long as somebody has it mapped; and a rank's open door keeps us out
+        self._line.use(NO_ARENA)
         return waiting
 
     def receive(self, message: FromConnector, now: float) -> list[Sequence]:
@@ -117,6 +124,8 @@ class KVTransfer:
             case Reserved():
                 self._reserved(message)
             case LostSlots(lease_id=lease_id):
+                if self._remote.lost(lease_id):
+                    return []
                 sequence = self._loads.lost(lease_id)
                 return [] if sequence is None else [sequence]
             case TierEvent():
@@ -128,6 +137,7 @@ class KVTransfer:
         if released := self._loads.released:
             self._outbox.append(Release(released))
             self._loads.released = []
+        self._outbox += self._remote.take_messages()
         messages, self._outbox = self._outbox, []
         return messages
 
@@ -136,19 +146,21 @@ class KVTransfer:
     @property
     def next_deadline(self) -> float | None:
         """When `tick` has something to do, if nothing happens before."""
-        asked = [at for at in (self._loads.oldest_ask(), self._stores.oldest_ask()) if at is not None]
-        return min(asked) + self._limits.load_wait_s if asked else None
+        asked_at, given_up_at = self._loads.oldest_ask(), self._stores.next_deadline()
+        answer_at = None if asked_at is None else asked_at + self._limits.load_wait_s
+        return min((at for at in (answer_at, given_up_at) if at is not None), default=None)
 
     def tick(self, now: float) -> list[Sequence]:
         """Time has passed; at least once a second. Returns who need not wait any more."""
         last, self._ticked_at = self._ticked_at, now
         waiting = []
         if self.is_connected and last is not None and now - last > _STOOD_STILL * self._lease_s:
-            waiting = self._loads.lose_all()  # the connector may have taken the leases back, and others may write there
+            # the connector may have taken the leases back, and others may write there
+            waiting = self._lose_all()
         before = now - self._limits.load_wait_s + 1e-9
         late = self._loads.overdue(before)
         self.counters.failed_loads += len(late)
-        self._stores.give_up(before)
+        self._stores.give_up(now)
         return waiting + late
 
     # ---- loads ----
@@ -161,7 +173,7 @@ class KVTransfer:
     @property
     def num_loading(self) -> int:
         """Running sequences that are in no step yet, and copies for those that have ended."""
-        return self._loads.num_loading
+        return self._loads.num_loading + self._remote.num_copying
 
     @property
     def num_swapped(self) -> int:
@@ -187,7 +199,7 @@ class KVTransfer:
             hashes = hashes[: next((i for i, h in enumerate(hashes) if h not in self._known), len(hashes))]
         is_kept = sequence.seq_id in self._swapped  # that was decided when it was put back
         if len(hashes) < self._limits.min_load_blocks or not (
-            is_kept or self._is_worth_it(len(hashes), self._line.num_copies)
+            is_kept or self.pace.is_worth_it(len(hashes), self._line.num_copies)
         ):
             return False
         if self._known is not None and self._known.issuperset(sequence.block_hashes[:first]):
@@ -202,6 +214,7 @@ class KVTransfer:
     def begin(self, sequence: Sequence) -> bool:
         """It was admitted just now. True: its blocks are loaded first, and it may not be in a step."""
         self._swapped.discard(sequence.seq_id)
+        self._stores.sinks.begin(sequence)
         job = self._loads.begin(sequence)
         if job is None:
             return False
@@ -218,6 +231,8 @@ class KVTransfer:
         """It has finished or was preempted, whatever it waited for."""
         self._swapped.discard(sequence.seq_id)
         self._loads.ended(sequence)
+        self._remote.ended(sequence)
+        self._stores.sinks.ended(sequence, self.is_connected)
 
     # ---- stores ----
 
@@ -226,7 +241,8 @@ class KVTransfer:
         self._stores.offer(self._blocks.take_offers())
         if not self.is_connected:
             return
-        if (message := self._stores.reserve(self._known or (), self._is_worth_it(1, 0), now)) is not None:
+        self._outbox += self._stores.reserve_for_sinks(now)
+        if (message := self._stores.reserve(self._known or (), self.pace.is_worth_it(1, 0), now)) is not None:
             self._outbox.append(message)
 
     def keep(self, sequence: Sequence, now: float) -> None:
@@ -243,8 +259,8 @@ class KVTransfer:
         """Seconds to keep it and load it again, all copies before its own included, and to compute it again, if it
         shares `num_shared` tokens with others. None: not measured, or nobody would keep it.
         """
-        token_s = self.token_s()
-        if not self.is_connected or not token_s or not self._copy_s:
+        token_s, copy_s = self.pace.token_s(), self.pace.copy_s
+        if not self.is_connected or not token_s or not copy_s:
             return None
         blocks = self._kept(sequence)
         known = self._known or ()
@@ -255,7 +271,7 @@ class KVTransfer:
         lost = max(0, sequence.num_computed_tokens - num_shared)
         rest = lost - num_loaded * self._blocks.block_size
         copies = num_missing + num_loaded + self._line.num_copies
-        return copies * self._copy_s + max(0, rest) * token_s, lost * token_s
+        return copies * copy_s + max(0, rest) * token_s, lost * token_s
 
     # ---- copies ----
 
@@ -269,12 +285,12 @@ class KVTransfer:
 
     def frees_soon(self) -> bool:
         """Blocks come back when copies, or what is about to be copied, are over: nobody need be put back for them."""
-        return self._loads.num_loading > 0 or self._blocks.num_pinned_alone > 0
+        return self.num_loading > 0 or self._blocks.num_pinned_alone > 0
 
     @property
     def num_freeing(self) -> int:
         """Blocks that are free when the copies under way are over."""
-        return self._blocks.num_pinned_alone if len(self._stores) or self._loads.num_loading else 0
+        return self._blocks.num_pinned_alone if len(self._stores) or self.num_loading else 0
 
     def make_room(self) -> bool:
         """Give up what was offered and not answered, but for what must stay. Returns whether there was any."""
@@ -283,10 +299,7 @@ class KVTransfer:
     def progress(self, result: StepResult) -> list[Sequence]:
         """Returns who is loaded: it goes on with what it has now."""
         over = self._line.progress(result.copied, result.failed_below)
-        num_copies, self._num_copied = result.copied - self._num_copied, max(self._num_copied, result.copied)
-        if result.copy_s > 0 and num_copies > 0:
-            each = result.copy_s / num_copies
-            self._copy_s = _MEMORY * self._copy_s + (1 - _MEMORY) * each if self._copy_s else each
+        self.pace.learn(result)
         return [sequence for job, ok in over if (sequence := self._take(job, ok)) is not None]
 
     def step_failed(self) -> None:
@@ -299,6 +312,7 @@ class KVTransfer:
         """
         for job in self._line.reset():
             self._take(job, ok=False)
+        self._stores.sinks.clear(is_again=False)
         self._stores.give_up()
         if self._place is not None:
             self._line.use(self._place)
@@ -313,14 +327,22 @@ class KVTransfer:
 
     def forget_leases(self) -> list[Sequence]:
         """With `reset`: what was leased is computed instead. Returns who need not wait any more."""
-        return self._loads.lose_all()
+        return self._lose_all()
 
     def validate(self) -> None:
         """Raises AssertionError."""
         self._loads.validate()
+        self._remote.validate()
         self._stores.validate()
 
+    def _lose_all(self) -> list[Sequence]:
+        self._remote.lose_all()
+        return self._loads.lose_all()
+
     def _acquired(self, message: Acquired, now: float) -> list[Sequence]:
+        if (job := self._remote.acquired(message)) is not None:
+            self._line.add(job)
+            return []
         load = self._loads.acquired(message.lease_id, message.slots)
         if load is None or load.sequence is None:
             return []
@@ -349,6 +371,9 @@ class KVTransfer:
                     self._known.update(hashes)
             return None
         load = job.owner
+        if isinstance(load, RemoteLoad):
+            self._remote.copied(load, ok)
+            return None
         assert isinstance(load, Load)
         sequence = self._loads.copied(load, ok)
         if sequence is None:
@@ -378,13 +403,6 @@ class KVTransfer:
     def _kept(self, sequence: Sequence) -> list[Offer]:
         """Its blocks that are full and computed."""
         return [offer_of(sequence, position) for position in range(sequence.num_blocks_committed)]
-
-    def _is_worth_it(self, num_blocks: int, num_before: int) -> bool:
-        """By what was measured, copies are faster than the model, with so many that come before."""
-        token_s = self.token_s()
-        if not token_s or not self._copy_s:
-            return True
-        return (num_blocks + num_before) * self._copy_s < num_blocks * self._blocks.block_size * token_s
 
 
 def is_loading(sequence: Sequence) -> bool:

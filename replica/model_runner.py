@@ -71,6 +71,7 @@ class TorchModelRunner:
         torch.set_num_threads(threads)
         self._num_blocks = _pool_size(config, self._model, self._dtype, shard)
         self._block_size = config.cache.block_size
+        self._is_exact = config.cache.exact_kv
         if not config.parallel.ranks_may_be_remote:  # they share the pool, and this machine
             check_pool(config.cache, hardware.memory_bytes, 1, self._model, self._dtype.itemsize)
         settings = LoadSettings(
@@ -131,6 +132,7 @@ class TorchModelRunner:
             description=f"cpu, {config.model.dtype}, {threads} threads, {loaded.description}; {verdict}",
             window=self._window,
             block_bytes=0 if self.copies is None else kv_pool.slabs(self._decoder.pool).shape[1] * shard.size,
+            kv_degree=1 if self._model.num_kv_heads % shard.size == 0 else shard.size,
         )
 
     def _new_store(self) -> SequenceStore:
@@ -154,11 +156,12 @@ class TorchModelRunner:
         return f"invariance self-test {'passed' if self.is_invariant else 'FAILED'} in {elapsed_ms:.0f} ms"
 
     def _fingerprint(self, digest: str, max_len: int) -> str:
-        """Of all that KV blocks depend on: another number of ranks adds in another order; past its usual length a model
-        may rotate differently.
+        """Of all that KV blocks depend on: past its usual length a model may rotate differently. Other kernels, and
+        another number of ranks, add in another order: that counts unless `kv_cache.exact_kv` is off.
         """
-        parts = (repr(self._model), self._dtype, self._shard.size, max_len > self._model.usual_length)
-        text = json.dumps([*map(str, parts), self._decoder.kernels, digest])
+        sums = (self._shard.size, self._decoder.kernels) if self._is_exact else ("within rounding",)
+        parts = (repr(self._model), self._dtype, max_len > self._model.usual_length, *sums)
+        text = json.dumps([*map(str, parts), digest])
         return hashlib.sha256(text.encode()).hexdigest()
 
     @torch.inference_mode()

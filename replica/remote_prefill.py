@@ -11,10 +11,13 @@ nothing for too long is given back.
 
 from __future__ import annotations
 
+from math import inf
+
 from replica.block_manager import BlockManager
 from replica.hand_over_messages import KVSource, Seated
 from replica.loaded_sequences import LoadedSequences
 from replica.messages import RouterId
+from replica.remote_loads import Loader
 from replica.running_set import RunningSet
 from replica.sequence import Sequence, Status
 
@@ -55,6 +58,7 @@ class RemotePrefills:
         self.num_unseated = 0
         #: somebody calls `loaded`; else everything is computed here
         self.has_loader = False
+        self.loader: Loader | None = None
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -90,7 +94,14 @@ class RemotePrefills:
         remote.num_cached = num_cached
         remote.end = num_cached // self._blocks.block_size
         remote.until = now + remote.source.continue_within_s
+        if self.loader is not None:
+            self.loader.follow(sequence)
         return True
+
+    def loader_changed(self, is_there: bool) -> list[Sequence]:
+        """Whether anything can be loaded from now on. Returns who has a seat, and waits."""
+        self.has_loader = is_there
+        return [sequence for sequence in self._waiting.values() if _until(sequence) is not None]
 
     def take_seated(self) -> list[tuple[RouterId, Seated]]:
         """What to tell routers."""
@@ -115,7 +126,7 @@ class RemotePrefills:
         if sequence.status is not Status.RUNNING:
             self._leave(sequence)  # in its turn it loads or computes like any other that returns
         elif remote.is_loaded or not token_ids or not self.has_loader:
-            self._release(sequence)
+            self._stop(sequence)
         else:
             remote.until = now + remote.source.load_within_s
 
@@ -151,15 +162,16 @@ class RemotePrefills:
 
     @property
     def next_deadline(self) -> float | None:
-        return min((until for s in self._waiting.values() if (until := _until(s)) is not None), default=None)
+        deadlines = [until for s in self._waiting.values() if (until := _until(s)) is not None and until < inf]
+        return min(deadlines, default=None)
 
     def overdue(self, now: float) -> list[Sequence]:
         """Who is to be given back; who only waits for blocks goes on without them."""
         late = [s for s in self._waiting.values() if (until := _until(s)) is not None and until <= now]
         for sequence in late:
             if sequence.remote is not None and sequence.remote.has_tokens:
-                self._release(sequence)
-        return [sequence for sequence in late if sequence.remote is not None]
+                self._stop(sequence)
+        return [sequence for sequence in late if sequence.remote is not None and not sequence.remote.has_tokens]
 
     def validate(self) -> None:
         """Raises AssertionError."""
@@ -171,12 +183,21 @@ class RemotePrefills:
             assert sequence.status is not Status.FINISHED, f"{sequence} waits no more"
             assert (_until(sequence) is not None) == (sequence.status is Status.RUNNING), f"{sequence}: a seat or none?"
 
+    def _stop(self, sequence: Sequence) -> None:
+        """It waits for no more blocks; what is written just now is over in a moment."""
+        if sequence.remote is not None and self.loader is not None and self.loader.stop(sequence):
+            sequence.remote.until = inf
+        else:
+            self._release(sequence)
+
     def _release(self, sequence: Sequence) -> None:
         """It takes part in the next step."""
         remote, size = sequence.remote, self._blocks.block_size
         assert remote is not None
         self._leave(sequence)
         num_computed = max(sequence.num_computed_tokens, remote.end * size)
+        if num_computed == sequence.num_tokens:  # without a first token the last one of its prompt gives it
+            num_computed -= size
         if num_computed + 1 >= sequence.num_tokens and self._blocks.grow(sequence, sequence.num_tokens) is None:
             # the runner hears of it with the blocks that it has then, so a decode may not lack one: the last block of
             # its prompt is computed again

@@ -93,7 +93,7 @@ class Scheduler:
         self._planned_at: float | None = None
         self.pace = StepPace(config.tpot_target_ms / 1000)
         if transfer is not None:
-            transfer.token_s = self._token_s
+            transfer.serve(self.remote, self._token_s)
         self._displacement = Displacement(
             blocks, self.queued, self.running, self.ledger, self.counters, transfer, self.preempt
         )

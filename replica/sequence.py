@@ -15,6 +15,7 @@ from replica.messages import FinishReason, OrderKey, RequestId, RouterId, Sampli
 from replica.sequence_record import SequenceRecord
 
 if TYPE_CHECKING:
+    from replica.hand_over_messages import KVSink
     from replica.kv_loads import Load
     from replica.remote_prefill import Remote
     from replica.running_set import RunningSet
@@ -73,6 +74,7 @@ class Sequence:
         "row",
         "sampling",
         "seq_id",
+        "sink",
         "status",
         "stop_reason",
         "submitted_at",
@@ -142,6 +144,8 @@ class Sequence:
         self.load: Load | None = None
         #: another replica computes its prompt; None: no, or not any more
         self.remote: Remote | None = None
+        #: another replica waits for its blocks
+        self.sink: KVSink | None = None
         #: guesses its next tokens; None until the first guess
         self.drafter: Drafter | None = None
         self.abort_reason: FinishReason | None = None

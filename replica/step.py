@@ -117,6 +117,9 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     window: int | None = None
     #: bytes of one block over all ranks; 0: its KV cannot be copied from or to an arena
     block_bytes: int = 0
+    #: 1: each KV head is held by one rank, and a block's bytes are in the same order whatever the number of ranks; else
+    #: that number
+    kv_degree: int = 1
 
 
 class Arena(Protocol):

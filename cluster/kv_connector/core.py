@@ -88,10 +88,13 @@ class ConnectorCore:
         self.space = space
         self._welcome = Welcome(identity, num_slots, slot_bytes, KV_LEASE_S)
         self._news = TierNews(self.tier_of)
-        changed = self._news.before_change
+
+        def changed(block_hash: bytes) -> None:
+            self._news.before_change(block_hash)
+            self._loads.waiting.note(block_hash)
+
         self._host = HostTier(num_slots, _order(config, space), changed)
         self._disk = DiskTier(num_disk_slots, _order(config, space), changed)
-        self._disk.restore(on_disk)
         self._peers = Peers(changed)
         jobs = itertools.count()
         min_uses = 2 if config.disk_admission == "second_use" else 1
@@ -106,6 +109,7 @@ class ConnectorCore:
             most_leased=_share(LEASE_SHARE, num_slots),
             most_staging=_share(STAGING_SHARE, num_slots),
         )
+        self._disk.restore(on_disk)
         reuse = ReuseFilter(SEEN_PER_SLOT * num_slots) if config.tier_admission == "second_use" else None
         self._stores = Stores(self._host, self._writer, reuse, _share(RESERVE_SHARE, num_slots))
         self._holders = Holders()
@@ -144,6 +148,7 @@ class ConnectorCore:
         told: list[Instruction] = []
         for old in self._holders.supersede(hello.holder):
             told += self._give_up(old)
+        told += self._loads.follow(now)  # what it was writing may be elsewhere
         self._holders.join(member, hello.holder, is_peer, now)
         told.append(Send(member, self._welcome))
         if hello.wants_events:
@@ -171,7 +176,8 @@ class ConnectorCore:
             case Reserve():
                 told += self._reserve(holder, member, message)
             case Seal():
-                self._stores.seal(holder, message)
+                if self._stores.seal(holder, message):
+                    self._news.hurry()
             case Clear(clear_id=clear_id):
                 # also of who was given up, who is not answered any more: to forget is always right
                 told += self._clear(None if holder.is_given_up else Send(member, Cleared(clear_id)))
@@ -258,7 +264,7 @@ class ConnectorCore:
         living = [h for h in holders if h.is_living(now, KV_LEASE_S + 1.0)]
         num_reserved = sum(h.num_reserved for h in living)
         num_quarantined = sum(len(h.quarantine) for h in holders if h.members)
-        num_stuck = self._loads.num_stuck(now - JOB_PATIENCE_S) + self._writer.num_stuck(now - JOB_PATIENCE_S)
+        num_stuck = self._loads.staging.num_stuck(now - JOB_PATIENCE_S) + self._writer.num_stuck(now - JOB_PATIENCE_S)
         accounted = slots.num_free + host.num_found + host.num_lingering + num_reserved + num_quarantined
         return ConnectorStats(
             num_slots=len(slots),
@@ -266,10 +272,10 @@ class ConnectorCore:
             num_found=host.num_found,
             num_leased=sum(h.num_leased for h in holders),
             num_reserved=num_reserved,
-            num_staging=self._loads.num_staging,
+            num_staging=len(self._loads.staging),
             num_lingering=host.num_lingering,
             num_quarantined=num_quarantined,
-            num_stranded=len(slots) - accounted - self._loads.num_staging + num_stuck,
+            num_stranded=len(slots) - accounted - len(self._loads.staging) + num_stuck,
             num_holders=len(holders),
             num_disk_slots=self._disk.num_slots,
             num_on_disk=len(self._disk),
@@ -293,7 +299,7 @@ class ConnectorCore:
         self._peers.validate()
         self._loads.validate(holders)
         self._stores.validate(holders)
-        pins = sum(h.num_leased for h in holders) - self._loads.num_awaited + self._writer.num_writes
+        pins = sum(h.num_leased for h in holders) - self._loads.staging.num_awaited + self._writer.num_writes
         assert pins == self._host.num_pins, "pins of nobody, or leases without them"
 
     # ---- inside ----
@@ -308,7 +314,12 @@ class ConnectorCore:
         holder.askers.add(member)
         if message.reservation_id in holder.reservations:
             return []
-        return [Send(member, self._stores.reserve(holder, message))]
+        answer = self._stores.reserve(holder, message)
+        told: list[Instruction] = [Send(member, answer)]
+        if message.must_stay and len(self._loads.waiting):
+            slots = zip(message.hashes, answer.slots, strict=True)
+            told += self._loads.cannot_come([h for h, slot in slots if slot < 0 and self._host.get(h) is None])
+        return told
 
     def _clear(self, answer: Send | None) -> list[Instruction]:
         """Nothing of before is found from now on. Answered when that is true after a restart as well."""
@@ -324,7 +335,8 @@ class ConnectorCore:
 
     def _after(self, now: float) -> list[Instruction]:
         """What follows whatever happened."""
-        told = self._writer.plan(now)
+        told = self._loads.follow(now)
+        told += self._writer.plan(now)
         due_at = self._news.due_at
         if due_at is not None and due_at <= now:
             told += self._news.tell(now)
@@ -339,8 +351,8 @@ class ConnectorCore:
         holder.is_given_up = True
         self._clears = [clear for clear in self._clears if clear.member not in holder.members]
         holder.quarantine += self._stores.give_up(holder, SlotState.QUARANTINED)
-        for lease in [lease for lease in holder.leases.values() if lease.num_missing]:
-            self._loads.release(lease)
+        for lease in [lease for lease in holder.leases.values() if lease.is_open]:
+            self._loads.stop(lease)
         for member in holder.members:
             self._news.leave(member)
         return [Close(sorted(holder.members))]

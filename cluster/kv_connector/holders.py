@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 
 from cluster.kv_connector.host_tier import Block
 from cluster.kv_connector.instructions import MemberId
-from replica.kv_messages import Hello, KVPeer, KVSpace, KVTier
+from replica.kv_messages import Acquire, Hello, KVPeer, KVSpace, KVTier
 
 _MOST_SUPERSEDED = 1024
 
@@ -20,26 +20,69 @@ _MOST_SUPERSEDED = 1024
 class Lease:
     """Leading blocks of what was asked for. Pinned are those that are sealed; the others are on their way."""
 
-    __slots__ = ("blocks", "holder", "is_limited", "lease_id", "member", "num_missing", "tiers")
+    __slots__ = (
+        "before",
+        "blocks",
+        "first",
+        "hashes",
+        "holder",
+        "is_answered",
+        "is_limited",
+        "lease_id",
+        "member",
+        "num_missing",
+        "num_told",
+        "sources",
+        "tiers",
+        "waits",
+        "within_s",
+    )
 
-    def __init__(self, holder: Holder, member: MemberId, lease_id: int) -> None:
+    def __init__(self, holder: Holder, member: MemberId, message: Acquire) -> None:
         self.holder = holder
         self.member = member
-        self.lease_id = lease_id
+        self.lease_id = message.lease_id
+        #: the run that is wanted; of one that does not wait, what of it can be had
+        self.hashes = list(message.hashes)
+        self.first, self.before = message.first, message.before
+        self.sources = [] if holder.is_peer else message.sources
+        #: what follows on `blocks` may still be stored by somebody, and the answer comes in pieces
+        self.waits = message.waits
+        self.within_s = message.within_s
         self.blocks: list[Block] = []
         self.tiers: list[KVTier] = []
-        #: of `blocks`, those that are on their way; 0: it is answered
+        #: of `blocks`, those that are on their way
         self.num_missing = 0
+        #: leading ones that the holder knows of
+        self.num_told = 0
+        #: to the end
+        self.is_answered = False
         self.is_limited = False
+
+    @property
+    def num_hoped(self) -> int:
+        """Hashes that nobody has, as far as is known."""
+        return len(self.hashes) - len(self.blocks)
+
+    @property
+    def is_open(self) -> bool:
+        """More may come."""
+        return self.num_missing > 0 or self.num_hoped > 0
+
+    def chain(self, i: int) -> tuple[bytes, int]:
+        """Parent and position of the i-th hash."""
+        return self.hashes[i - 1] if i else self.before, self.first + i
 
 
 class Reservation:
     """Blocks that a holder writes, by their place in its question."""
 
-    __slots__ = ("blocks",)
+    __slots__ = ("blocks", "must_stay")
 
-    def __init__(self, blocks: dict[int, Block]) -> None:
+    def __init__(self, blocks: dict[int, Block], must_stay: bool) -> None:
         self.blocks = blocks
+        #: somebody waits for them, here or on another node
+        self.must_stay = must_stay
 
 
 class Holder:
@@ -66,6 +109,11 @@ class Holder:
     def num_leased(self) -> int:
         """Blocks of all leases, one of two leases counts twice."""
         return self.leased.total()
+
+    @property
+    def num_hoped(self) -> int:
+        """Hashes that its leases wait for, as if each took a slot more."""
+        return sum(lease.num_hoped for lease in self.leases.values())
 
     def is_living(self, now: float, lease_s: float) -> bool:
         return not self.is_given_up and now - self.heard_at <= lease_s

@@ -40,7 +40,7 @@ class HostTier:
     """Owns the arena's slots. Does not know who reads and who writes."""
 
     def __init__(self, num_slots: int, order: EvictionOrder, before_change: Callable[[bytes], None]) -> None:
-        """`before_change(hash)` is called before a block begins or ceases to be found."""
+        """`before_change(hash)` is called before a block begins or ceases to be found, or whoever fills it gives up."""
         self.slots = SlotPool(num_slots)
         self._order = order
         self._before_change = before_change
@@ -111,6 +111,7 @@ class HostTier:
         """It was not written, or not to its end; `state` is what becomes of its slot."""
         assert not block.is_sealed, f"{block} is sealed"
         if not block.is_void:
+            self._before_change(block.block_hash)
             del self._blocks[block.block_hash]
             self._num_filling -= 1
             block.is_void = True

@@ -1,8 +1,13 @@
-"""PURE. `Acquire`: what is here is leased, what is on disk or on another node is brought into the arena for it.
+"""PURE. `Acquire`: what is here is leased, what is on disk or on another node is brought into the arena for it, and
+with `waits` what nobody has yet is waited for.
 
 Blocks on their way are shared: whoever asks for one waits for the same job. A lease is answered when all of its run is
 there, when the rest of it can not come, or at its deadline, with the longest leading run that is there; what comes
 later stays as cache.
+
+Who waits is answered in pieces. Its run gets longer when its next hash is sealed here, or when a peer tells that it has
+it. Hashes that it waits for count against what its holder may lease, so whatever comes can be given to it; without a
+slot for the next one the wait ends.
 """
 
 from __future__ import annotations
@@ -13,39 +18,18 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from cluster.kv_connector.disk_index import DiskBlock, DiskTier
+from cluster.kv_connector.disk_index import DiskTier
 from cluster.kv_connector.disk_writer import DiskWriter
 from cluster.kv_connector.holders import Holder, Lease
 from cluster.kv_connector.host_tier import Block, HostTier
-from cluster.kv_connector.instructions import Fetch, Instruction, JobId, MemberId, ReadDisk, Send
+from cluster.kv_connector.instructions import Instruction, JobId, MemberId, Send
 from cluster.kv_connector.peers import Peers
-from cluster.kv_connector.slots import SlotState
+from cluster.kv_connector.staging import Bringing, Staging
+from cluster.kv_connector.wait_list import WaitList
 from replica.kv_messages import KV_LEASE_S, Acquire, Acquired, KVTier
 
-#: blocks of one Fetch: they can be given when the whole job has ended, so it is not long
-MOST_IN_FETCH = 64
-#: a Fetch may take so long, or as long as who asked waits
-LONGEST_FETCH_S = 5.0
-
-
-class _OnWay(msgspec.Struct):
-    """A block that a job fills."""
-
-    tier: KVTier
-    #: who waits for it; twice, who asked twice
-    leases: list[Lease] = []
-
-
-class _DiskJob(msgspec.Struct, frozen=True):
-    block: Block
-    source: DiskBlock
-    begun_at: float
-
-
-class _FetchJob(msgspec.Struct, frozen=True):
-    blocks: list[Block]
-    peer_id: str
-    begun_at: float
+#: the longest wait for blocks that nobody has; its holder gives it up long before
+LONGEST_WAIT_S = 600.0
 
 
 class LoadCounters(msgspec.Struct):
@@ -61,7 +45,7 @@ class LoadCounters(msgspec.Struct):
 
 
 class Loads:
-    """Owns leases, and the jobs that bring blocks."""
+    """Owns leases, and through `staging` the jobs that bring blocks."""
 
     def __init__(
         self,
@@ -79,95 +63,85 @@ class Loads:
         self._disk = disk
         self._peers = peers
         self._writer = writer
-        self._jobs = jobs
         self._most_leased = most_leased
-        self._most_staging = most_staging
-        self._disk_jobs: dict[JobId, _DiskJob] = {}
-        self._fetch_jobs: dict[JobId, _FetchJob] = {}
-        self._on_way: dict[Block, _OnWay] = {}
+        self.staging = Staging(host, disk, peers, writer, jobs, most_staging)
+        self.waiting = WaitList()
         #: (deadline, tie break, lease); also of such as were answered since
         self._deadlines: list[tuple[float, int, Lease]] = []
         self._num_deadlines = 0
-        self.counters = LoadCounters()
+        self._counters = LoadCounters()
 
     @property
-    def num_staging(self) -> int:
-        """Slots that jobs fill."""
-        return len(self._on_way)
-
-    @property
-    def num_awaited(self) -> int:
-        """Blocks of leases that are not pinned, since they are on their way."""
-        return sum(len(way.leases) for way in self._on_way.values())
-
-    def num_stuck(self, before: float) -> int:
-        """Slots of jobs that began until then."""
-        fetched = [job for job in self._fetch_jobs.values() if job.begun_at <= before]
-        return sum(j.begun_at <= before for j in self._disk_jobs.values()) + sum(len(j.blocks) for j in fetched)
+    def counters(self) -> LoadCounters:
+        self._counters.corrupt = self.staging.num_corrupt
+        self._counters.not_fetched = self.staging.num_not_fetched
+        return self._counters
 
     @property
     def next_deadline(self) -> float | None:
         """Of who waits for an answer."""
-        while self._deadlines and not self._deadlines[0][2].num_missing:
+        while self._deadlines and not self._deadlines[0][2].is_open:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def acquire(self, holder: Holder, member: MemberId, message: Acquire, now: float) -> list[Instruction]:
         """A lease, answered at once if nothing has to come."""
-        lease = Lease(holder, member, message.lease_id)
+        lease = Lease(holder, member, message)
+        self._counters.asked += len(message.hashes)
+        room = self._most_leased - len(holder.leased) - holder.num_hoped
+        if lease.waits:
+            self._limit(lease, room)
+        told = self._extend(lease, room, now)
         holder.leases[lease.lease_id] = lease
-        self.counters.asked += len(message.hashes)
-        found = self._find(message, lease)
-        bringing = _Bringing(self, message, now)
-        for i, block in enumerate(found):
-            block = block or bringing.bring(i)
-            if block is None:  # no room for it: what comes after it is of no use
-                self._unpin([later for later in found[i:] if later is not None])
-                break
-            _learn_chain(block, message, i)
-            lease.blocks.append(block)
-            lease.tiers.append(KVTier.HOST if block.is_sealed else self._on_way[block].tier)
-            if not block.is_sealed:
-                self._on_way[block].leases.append(lease)
-                lease.num_missing += 1
-        holder.leased.update(lease.blocks)
-        if not lease.num_missing:
-            return [self._answer(lease), *bringing.told()]
-        self._num_deadlines += 1
-        within_s = min(max(0.0, message.within_s), KV_LEASE_S)
-        heapq.heappush(self._deadlines, (now + within_s, self._num_deadlines, lease))
-        return bringing.told()
+        if lease.is_open:
+            self._num_deadlines += 1
+            within_s = min(max(0.0, message.within_s), LONGEST_WAIT_S if lease.waits else KV_LEASE_S)
+            heapq.heappush(self._deadlines, (now + within_s, self._num_deadlines, lease))
+        return [*self._tell([lease]), *told]
 
     def release(self, lease: Lease) -> None:
         """Nobody reads it any more, or waits for it."""
-        self._cut(lease, 0)
+        lease.is_answered = True
+        self._end(lease, 0)
         lease.holder.leases.pop(lease.lease_id, None)
+
+    def stop(self, lease: Lease) -> None:
+        """Its holder hears no more. What it was told of it may still read."""
+        if not lease.num_told:
+            self.release(lease)
+            return
+        lease.is_answered = True
+        self._end(lease, lease.num_told)
 
     def disk_read(self, job: JobId, checksum: int | None) -> list[Instruction]:
         """`checksum`: of what was read; None: it could not be read. An unknown job is ignored."""
-        done = self._disk_jobs.pop(job, None)
-        if done is None:
-            return []
-        told: list[Instruction] = []
-        is_good = checksum == done.source.checksum
-        if not is_good:
-            self.counters.corrupt += 1
-            told += self._writer.drop(done.source)
-        self._disk.end_read(done.source)
-        return told + self._arrived(done.block, is_good)
+        told, ended = self.staging.disk_read(job, checksum)
+        return told + self._arrived(ended)
 
     def fetched(self, job: JobId, oks: Sequence[bool]) -> list[Instruction]:
         """For each block, whether it is there and good; what is missing in `oks` is not. An unknown job is ignored."""
-        done = self._fetch_jobs.pop(job, None)
-        if done is None:
-            return []
+        return self._arrived(self.staging.fetched(job, oks))
+
+    def follow(self, now: float) -> list[Instruction]:
+        """What was waited for has come, or was told of: runs get longer."""
         told: list[Instruction] = []
-        for i, block in enumerate(done.blocks):
-            is_good = i < len(oks) and oks[i]
-            if not is_good:
-                self.counters.not_fetched += 1
-                self._peers.does_not_have(done.peer_id, block.block_hash)
-            told += self._arrived(block, is_good)
+        while (lease := self.waiting.pop()) is not None:
+            fetches = self._extend(lease, None, now)
+            told += [*self._tell([lease]), *fetches]
+        return told
+
+    def cannot_come(self, block_hashes: Sequence[bytes]) -> list[Instruction]:
+        """Who was to store these has got no slots: nobody waits for them any more."""
+        missing = set(block_hashes)
+        told: list[Instruction] = []
+        for lease in self.waiting.all():
+            start = len(lease.blocks)
+            end = next((i for i in range(start, len(lease.hashes)) if lease.hashes[i] in missing), None)
+            if end is not None:
+                del lease.hashes[end:]
+                lease.is_limited = True
+                self.waiting.watch(lease)
+                told += self._tell([lease])
         return told
 
     def on_time(self, now: float) -> list[Instruction]:
@@ -175,18 +149,18 @@ class Loads:
         told: list[Instruction] = []
         while (deadline := self.next_deadline) is not None and deadline <= now:
             lease = heapq.heappop(self._deadlines)[2]
-            self.counters.late += 1
-            self._cut(lease, next(i for i, block in enumerate(lease.blocks) if not block.is_sealed))
-            told.append(self._answer(lease))
+            self._counters.late += 1
+            self._end(lease, next((i for i, b in enumerate(lease.blocks) if not b.is_sealed), len(lease.blocks)))
+            told += self._tell([lease])
         return told
 
     def forget_all(self) -> list[Instruction]:
         """What is on its way is of before: whoever waits for it gets nothing. What was answered can be read on."""
         told: list[Instruction] = []
         for _, _, lease in sorted(self._deadlines, key=lambda entry: entry[1]):
-            if lease.num_missing:
-                self._cut(lease, 0)
-                told.append(self._answer(lease))
+            if lease.is_open:
+                self._end(lease, lease.num_told)
+                told += self._tell([lease])
         self._deadlines.clear()
         return told
 
@@ -197,120 +171,147 @@ class Loads:
             counted = Counter(block for lease in holder.leases.values() for block in lease.blocks)
             assert holder.leased == counted, "leased slots are counted wrongly"
             assert len(counted) <= self._most_leased, "too many slots are leased"
-        waits = [id(lease) for way in self._on_way.values() for lease in way.leases]
-        assert len(waits) == sum(lease.num_missing for lease in leases), "who waits for what is not clear"
-        assert set(waits) == {id(lease) for lease in leases if lease.num_missing}, "somebody waits for nothing"
+        self.staging.validate(leases)
+        self.waiting.validate(leases)
         waiting = {id(entry[2]) for entry in self._deadlines}
-        assert all(id(lease) in waiting for lease in leases if lease.num_missing), "somebody waits without an end"
-        jobs = [job.block for job in self._disk_jobs.values()]
-        jobs += [block for job in self._fetch_jobs.values() for block in job.blocks]
-        assert len(jobs) == len(set(jobs)), "a block comes by two jobs"
-        assert set(jobs) == set(self._on_way), "a block comes by no job"
-        assert len(jobs) <= self._most_staging, "too much is on its way"
-        for block in jobs:
-            assert self._host.slots.states[block.slot] is SlotState.STAGING, f"{block} is written and may not be"
-
-    # ---- for `_Bringing` ----
-
-    def stage_from_disk(self, block_hash: bytes, parent: bytes, position: int, now: float) -> ReadDisk | None:
-        """None: no slot for it now."""
-        source = self._disk.begin_read(block_hash)
-        block = self._stage(block_hash, parent, position, KVTier.DISK, source.uses)
-        if block is None:
-            self._disk.end_read(source)
-            return None
-        job = next(self._jobs)
-        self._disk_jobs[job] = _DiskJob(block, source, now)
-        return ReadDisk(job, source.disk_slot, block.slot, block_hash, source.checksum)
-
-    def stage_from_peer(self, block_hash: bytes, parent: bytes, position: int) -> Block | None:
-        """The caller makes a job of it."""
-        return self._stage(block_hash, parent, position, KVTier.REMOTE, 0)
-
-    def begin_fetch(self, peer_id: str, blocks: list[Block], within_s: float, now: float) -> Fetch:
-        job = next(self._jobs)
-        self._fetch_jobs[job] = _FetchJob(blocks, peer_id, now)
-        hashes, slots = [block.block_hash for block in blocks], [block.slot for block in blocks]
-        return Fetch(job, peer_id, hashes, slots, max(within_s, LONGEST_FETCH_S))
-
-    def get(self, block_hash: bytes) -> Block | None:
-        return self._host.get(block_hash)
-
-    def is_on_disk(self, block_hash: bytes) -> bool:
-        return block_hash in self._disk
-
-    def havers(self, block_hash: bytes, sources: Sequence[str]) -> list[str]:
-        return self._peers.havers(block_hash, sources)
+        assert all(id(lease) in waiting for lease in leases if lease.is_open), "somebody waits without an end"
+        for lease in self.waiting.all():
+            assert not self._can_be_had(lease), "it waits for what is there"
+        for lease in leases:
+            assert lease.is_answered != lease.is_open, "answered, and more is to come; or neither"
+            assert all(block.is_sealed for block in lease.blocks[: lease.num_told]), "what was given is not there"
 
     # ---- inside ----
 
-    def _find(self, message: Acquire, lease: Lease) -> list[Block | None]:
+    def _limit(self, lease: Lease, room: int) -> None:
+        """Of who waits: no more than its holder may lease, once all of it has come."""
+        leased = lease.holder.leased
+        for i, block_hash in enumerate(lease.hashes):
+            if self._host.get(block_hash) not in leased:
+                room -= 1
+                if room < 0:
+                    lease.is_limited = True
+                    del lease.hashes[i:]
+                    return
+
+    def _extend(self, lease: Lease, room: int | None, now: float) -> list[Instruction]:
+        """Add what can be had behind what it has. `room`: slots that its holder may lease more; None: it has them."""
+        start, found = len(lease.blocks), self._find(lease, room)
+        bringing = Bringing(self.staging, lease, now)
+        for i, block in enumerate(found, start):
+            block = block or bringing.bring(i)
+            if block is None:  # no room for it: what comes after it is of no use
+                self._unpin([later for later in found[i - start :] if later is not None])
+                lease.waits = False
+                break
+            if not block.parent:
+                # who stored it may not have said where in its chain it is. It is pinned or on its way, so nothing is
+                # sorted by it now
+                block.parent, block.position = lease.chain(i)
+            lease.blocks.append(block)
+            if block.is_sealed:
+                lease.tiers.append(KVTier.HOST)
+            else:
+                way = self.staging.way(block)
+                lease.tiers.append(way.tier)
+                way.leases.append(lease)
+                lease.num_missing += 1
+        lease.holder.leased.update(lease.blocks[start:])
+        self._settle(lease)
+        return bringing.told()
+
+    def _find(self, lease: Lease, room: int | None) -> list[Block | None]:
         """The run as far as it can be had: blocks that are here, pinned, or on their way; None: to be brought. All of
         them are pinned before anything is brought, since for that something may have to be given up.
 
         A slot that the holder has by another lease costs it no room: an opening that all share would else use it up.
         """
         holder = lease.holder
-        with_peers, sources = not holder.is_peer, () if holder.is_peer else message.sources
-        room = self._most_leased - len(holder.leased)
+        with_peers = not holder.is_peer
         found: list[Block | None] = []
-        for block_hash in message.hashes:
+        for block_hash in lease.hashes[len(lease.blocks) :]:
             block = self._host.get(block_hash)
-            if block not in holder.leased:
+            if room is not None and block not in holder.leased:
                 if room <= 0:
                     lease.is_limited = True
                     break
                 room -= 1
             if block is None:
-                if block_hash not in self._disk and not (with_peers and self._peers.havers(block_hash, sources)):
+                if block_hash not in self._disk and not (with_peers and self.staging.havers(block_hash, lease)):
                     break
             elif block.is_sealed:
                 self._host.pin(block)
-            elif block not in self._on_way:
+            elif block not in self.staging:
                 break  # a holder writes it: nobody finds it before it is sealed
             found.append(block)
         return found
 
-    def _stage(self, block_hash: bytes, parent: bytes, position: int, tier: KVTier, uses: int) -> Block | None:
-        if len(self._on_way) >= self._most_staging:
-            return None
-        block = self._host.begin(block_hash, parent, position, SlotState.STAGING, uses)
+    def _can_be_had(self, lease: Lease) -> bool:
+        """What it waits for."""
+        block_hash = lease.hashes[len(lease.blocks)]
+        block = self._host.get(block_hash)
         if block is not None:
-            self._on_way[block] = _OnWay(tier)
-        return block
+            return block.is_sealed
+        return block_hash in self._disk or (not lease.holder.is_peer and bool(self.staging.havers(block_hash, lease)))
 
-    def _arrived(self, block: Block, is_good: bool) -> list[Instruction]:
-        """A job has let go of it."""
-        way = self._on_way[block]
+    def _arrived(self, ended: list[tuple[Block, bool]]) -> list[Instruction]:
+        """Jobs have let go of them."""
+        touched: dict[Lease, None] = {}
+        for block, is_good in ended:
+            if is_good and not block.is_void:
+                way = self.staging.take(block)
+                self._host.seal(block, len(way.leases))
+                self._writer.offer(block)
+                for lease in way.leases:
+                    lease.num_missing -= 1
+                    touched[lease] = None
+                continue
+            way = self.staging.way(block)
+            while way.leases:
+                lease = way.leases[0]
+                self._cut(lease, lease.blocks.index(block))
+                self._settle(lease)
+                touched[lease] = None
+            self.staging.take(block)
+            self._host.give_up(block)
+        return self._tell(touched)
+
+    def _tell(self, leases: Sequence[Lease] | dict[Lease, None]) -> list[Instruction]:
+        """What they have more than they were told."""
         told: list[Instruction] = []
-        if is_good and not block.is_void:
-            del self._on_way[block]
-            self._host.seal(block, len(way.leases))
-            self._writer.offer(block)
-            for lease in way.leases:
-                lease.num_missing -= 1
-                if not lease.num_missing:
-                    told.append(self._answer(lease))
-            return told
-        while way.leases:
-            lease = way.leases[0]
-            self._cut(lease, lease.blocks.index(block))
-            if not lease.num_missing:
-                told.append(self._answer(lease))
-        del self._on_way[block]
-        self._host.give_up(block)
+        for lease in leases:
+            is_last, start, end = not lease.is_open, lease.num_told, lease.num_told
+            if lease.is_answered or not (is_last or lease.waits):
+                continue
+            while end < len(lease.blocks) and lease.blocks[end].is_sealed:
+                end += 1
+            if end == start and not is_last:
+                continue
+            lease.num_told, lease.is_answered = end, is_last
+            if not lease.blocks:
+                lease.holder.leases.pop(lease.lease_id, None)
+            blocks, tiers = lease.blocks[start:end], lease.tiers[start:end]
+            self._host.use(blocks)
+            for tier in tiers:
+                self._counters.given[tier] = self._counters.given.get(tier, 0) + 1
+            for block in blocks:
+                self._writer.offer(block)
+            slots = [block.slot for block in blocks]
+            answer = Acquired(lease.lease_id, slots, tiers, lease.is_limited, start, is_last)
+            told.append(Send(lease.member, answer))
         return told
 
-    def _answer(self, lease: Lease) -> Send:
-        if not lease.blocks:
-            lease.holder.leases.pop(lease.lease_id, None)
-        self._host.use(lease.blocks)
-        for tier in lease.tiers:
-            self.counters.given[tier] = self.counters.given.get(tier, 0) + 1
-        for block in lease.blocks:
-            self._writer.offer(block)
-        slots = [block.slot for block in lease.blocks]
-        return Send(lease.member, Acquired(lease.lease_id, slots, list(lease.tiers), lease.is_limited))
+    def _end(self, lease: Lease, end: int) -> None:
+        """It waits for nothing more, and keeps the blocks before `end`."""
+        lease.waits = False
+        self._cut(lease, end)
+        self._settle(lease)
+
+    def _settle(self, lease: Lease) -> None:
+        """Its blocks have changed: what else it hopes for."""
+        if not lease.waits:
+            del lease.hashes[len(lease.blocks) :]
+        self.waiting.watch(lease)
 
     def _cut(self, lease: Lease, end: int) -> None:
         """Only the blocks before `end` stay leased."""
@@ -318,7 +319,7 @@ class Loads:
             if block.is_sealed:
                 self._host.unpin(block)
             else:
-                self._on_way[block].leases.remove(lease)
+                self.staging.way(block).leases.remove(lease)
                 lease.num_missing -= 1
         leased = lease.holder.leased
         for block in lease.blocks[end:]:
@@ -331,61 +332,3 @@ class Loads:
         for block in blocks:
             if block.is_sealed:
                 self._host.unpin(block)
-
-
-class _Bringing:
-    """Of one Acquire: jobs for what is not in the arena. Neighbours that one peer has travel together."""
-
-    def __init__(self, loads: Loads, message: Acquire, now: float) -> None:
-        self._loads = loads
-        self._message = message
-        self._now = now
-        self._peer_id = ""
-        self._blocks: list[Block] = []
-        self._told: list[Instruction] = []
-
-    def bring(self, i: int) -> Block | None:
-        """A slot that a job fills with the i-th; None: there is no room for it."""
-        block_hash = self._message.hashes[i]
-        block = self._loads.get(block_hash)
-        if block is not None:  # the same hash stood before it
-            return block
-        parent, position = _chain(self._message, i)
-        if self._loads.is_on_disk(block_hash):
-            read = self._loads.stage_from_disk(block_hash, parent, position, self._now)
-            if read is None:
-                return None
-            self._told.append(read)
-            return self._loads.get(block_hash)
-        havers = self._loads.havers(block_hash, self._message.sources)
-        block = self._loads.stage_from_peer(block_hash, parent, position)
-        if block is None:
-            return None
-        peer_id = self._peer_id if self._peer_id in havers else havers[0]
-        if peer_id != self._peer_id or len(self._blocks) == MOST_IN_FETCH:
-            self._end_fetch()
-        self._peer_id = peer_id
-        self._blocks.append(block)
-        return block
-
-    def told(self) -> list[Instruction]:
-        self._end_fetch()
-        return self._told
-
-    def _end_fetch(self) -> None:
-        if self._blocks:
-            self._told.append(self._loads.begin_fetch(self._peer_id, self._blocks, self._message.within_s, self._now))
-            self._blocks = []
-
-
-def _chain(message: Acquire, i: int) -> tuple[bytes, int]:
-    """Parent and position of the i-th hash."""
-    return message.hashes[i - 1] if i else message.before, message.first + i
-
-
-def _learn_chain(block: Block, message: Acquire, i: int) -> None:
-    """Who stored it may not have said where in its chain it is. It is pinned or on its way, so nothing is sorted by it
-    now.
-    """
-    if not block.parent:
-        block.parent, block.position = _chain(message, i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from replica.kv_messages import TierEvent
 
@@ -67,6 +67,11 @@ class Peers:
         """Who may have it: `sources` first, which are believed if they are connected, then those that told so."""
         told = self._havers.get(block_hash, ())
         return [*dict.fromkeys([*(peer for peer in sources if peer in self._hashes), *told])]
+
+    def told(self, block_hash: bytes, sources: Sequence[str]) -> list[str]:
+        """Who said so, `sources` first."""
+        told = self._havers.get(block_hash, ())
+        return [*(peer for peer in sources if peer in told), *(peer for peer in told if peer not in sources)]
 
     def does_not_have(self, peer_id: str, block_hash: bytes) -> None:
         """It was asked for it, and there was none."""

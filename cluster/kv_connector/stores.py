@@ -60,16 +60,16 @@ class Stores:
                 counters.no_room += 1
             slots.append(-1)
         if blocks:
-            holder.reservations[message.reservation_id] = Reservation(blocks)
+            holder.reservations[message.reservation_id] = Reservation(blocks, message.must_stay)
         return Reserved(message.reservation_id, slots)
 
-    def seal(self, holder: Holder, message: Seal) -> None:
+    def seal(self, holder: Holder, message: Seal) -> bool:
         """What is written is found from now on, unless everything was forgotten since it was reserved. Of an unknown
-        reservation nothing follows.
+        reservation nothing follows. True: somebody may wait for the news.
         """
         reservation = holder.reservations.pop(message.reservation_id, None)
         if reservation is None:
-            return
+            return False
         written = set(message.written)
         holder.num_reserved -= len(reservation.blocks)
         # the tail first, so that the head counts as used last
@@ -84,6 +84,7 @@ class Stores:
         for block in reservation.blocks.values():
             if block.is_sealed:
                 self._writer.offer(block)
+        return reservation.must_stay and bool(written)
 
     def give_up(self, holder: Holder, state: SlotState) -> list[int]:
         """All reservations of the holder are void; returns their slots, which are `state` now."""

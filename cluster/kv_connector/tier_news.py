@@ -51,6 +51,10 @@ class TierNews:
     def leave(self, member: MemberId) -> None:
         self._members.pop(member, None)
 
+    def hurry(self) -> None:
+        """Somebody waits for what has changed: nothing more is gathered."""
+        self._told_at = float("-inf")
+
     @property
     def due_at(self) -> float | None:
         """When `tell` has something to say."""

@@ -18,7 +18,7 @@ from replica.collective import GroupCollective
 from replica.config import EngineConfig
 from replica.model_runner import TorchModelRunner
 from replica.shard import Shard
-from replica.step import StepPlan, StepResult
+from replica.step import OpenArena, StepPlan, StepResult
 
 #: what rank 0 does with its runner; returns something that can be pickled
 Work = Callable[[Any], Any]
@@ -47,15 +47,19 @@ class Together:
         return result
 
 
-def run_on_ranks(size: int, config: EngineConfig, folders: Sequence[Path], work: Work) -> list[list[Any]]:
-    """For each folder: what `work(rank 0's runner)` returned, and then each rank's (bytes of weights, of the pool)."""
+def run_on_ranks(
+    size: int, config: EngineConfig, folders: Sequence[Path], work: Work, open_arena: OpenArena | None = None
+) -> list[list[Any]]:
+    """For each folder: what `work(rank 0's runner)` returned, and then each rank's (bytes of weights, of the pool).
+    Everything that is passed on can be pickled.
+    """
     context = multiprocessing.get_context("spawn")
     port = free_port()
     ends: list[Connection] = []
     processes: list[BaseProcess] = []
     for rank in range(size):
         ours, theirs = context.Pipe()
-        args = (theirs, Shard(rank, size), port, config, folders, work)
+        args = (theirs, Shard(rank, size), port, config, folders, work, open_arena)
         process: BaseProcess = context.Process(target=_rank_main, args=args, daemon=True)
         process.start()
         theirs.close()
@@ -84,7 +88,13 @@ def _hear() -> Any:
 
 
 def _rank_main(
-    end: Connection, shard: Shard, port: int, config: EngineConfig, folders: Sequence[Path], work: Work
+    end: Connection,
+    shard: Shard,
+    port: int,
+    config: EngineConfig,
+    folders: Sequence[Path],
+    work: Work,
+    open_arena: OpenArena | None,
 ) -> None:
     try:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -93,7 +103,8 @@ def _rank_main(
         assert group is not None
         answers = []
         for folder in folders:
-            runner = TorchModelRunner(config, folder, shard=shard, collective=GroupCollective(group))
+            collective = GroupCollective(group)
+            runner = TorchModelRunner(config, folder, shard=shard, collective=collective, open_arena=open_arena)
             answer = None
             if shard.rank == 0:
                 answer = work(Together(runner))
@@ -101,6 +112,8 @@ def _rank_main(
             else:
                 while (plan := _hear()) is not None:
                     runner.execute(plan)
+                    if runner.copies is not None:
+                        runner.copies.wait(10)  # rank 0 alone tells how far copies are
                     runner.adopt(_hear())
             answers.append((answer, runner.held_bytes))
         end.send(answers)

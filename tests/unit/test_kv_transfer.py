@@ -374,7 +374,7 @@ def test_auto_keeps_what_is_faster_copied_than_computed(copy_s: float, is_stored
         h.kv.connected(h.connector.place("a"), 1e9, h.now)
     transfer = h.core.scheduler._transfer
     assert transfer is not None
-    transfer.token_s, transfer._copy_s = lambda: 1.0, copy_s
+    transfer.pace.token_s, transfer.pace.copy_s = lambda: 1.0, copy_s
     assert keeps(h.sequence("x"), h.core.blocks, transfer) is is_kept
 
 
@@ -385,7 +385,7 @@ def test_auto_counts_the_copies_that_are_waiting() -> None:
         h.step()
     transfer = h.core.scheduler._transfer
     assert transfer is not None
-    transfer.token_s, transfer._copy_s = lambda: 1.0, 2.0
+    transfer.pace.token_s, transfer.pace.copy_s = lambda: 1.0, 2.0
     assert keeps(h.sequence("x"), h.core.blocks, transfer)
     transfer._line.add(CopyJob([(0, 0)] * 40, False, None))
     assert not keeps(h.sequence("x"), h.core.blocks, transfer)
