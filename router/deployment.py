@@ -22,10 +22,10 @@ from replica.messages import RouterId
 from router import membership
 from router.app import create_app
 from router.app_settings import AppSettings
-from router.dispatcher import Dispatcher
 from router.grammar_worker import GrammarChecker
 from router.live_backend import LiveBackend
 from router.live_settings import LiveSettings
+from router.pairing import PairingDispatcher
 from router.placement import POLICIES
 from router.tenant_desk import TenantDesk
 from router.tenant_source import TenantRules, TenantSource
@@ -74,7 +74,7 @@ class Router:
         now = live(config, {})
         self.settings = _complete({**settings, "router_name": router_id, "policy": now.order_policy}, tokenizer)
         self.backend = LiveBackend(
-            Dispatcher(now.dispatcher, POLICIES[now.placement]),
+            PairingDispatcher(now.dispatcher, POLICIES[now.placement], now.hand_over, router_id),
             router_id,
             self.settings.served_model_names[0],
             token=cluster_token(),
@@ -114,6 +114,7 @@ class Router:
             return
         self._refused, self._overlay = "", user_config
         self.backend.dispatcher.configure(live.dispatcher, POLICIES[live.placement])
+        self.backend.dispatcher.desk.config = live.hand_over
         self.backend.config_number = live.number
         self._app.state.edge.look_at_priorities(live.order_policy)
 

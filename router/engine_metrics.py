@@ -226,7 +226,7 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
-        loads = [([self._model_name, str(view.replica_id)], view.load) for view in self._dispatcher.views.values()]
+        loads = [([self._model_name, str(view.replica_id)], view.load) for view in self._dispatcher.all_views.values()]
         for name, text, read in (*_GAUGES, *TIER_GAUGES):
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for values, load in loads:
@@ -271,7 +271,7 @@ class _Collector(Collector):
             "Always 1; the labels describe the KV cache of a replica.",
             labels=["model_name", "engine", *names],
         )
-        for view in self._dispatcher.views.values():
+        for view in self._dispatcher.all_views.values():
             told = self._metadata.get(view.replica_id, {})
             block_size = told.get("block_size", "")
             num_blocks = view.load.num_blocks

@@ -44,6 +44,10 @@ class PrefillDesk:
         """Some sequence of it is to be continued."""
         return request_id in self._hand_overs
 
+    def requests(self) -> list[RequestId]:
+        """Those that have two replicas, or wait for a seat."""
+        return list(self._hand_overs)
+
     # ---- decisions ----
 
     def begin(self, request: Tracked, decode: ReplicaView, now: float) -> KVSource | None:
