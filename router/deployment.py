@@ -50,7 +50,7 @@ class Router:
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
-        replicas: DeploymentHandle[Any],
+        replicas: list[DeploymentHandle[Any]],
         model: str,
         model_source: ModelSource,
         settings: Mapping[str, Any],
@@ -88,12 +88,13 @@ class Router:
         self._app = create_app(
             self.settings, tokenizer, self.backend, reason_against=self._grammars.reason_against, tenants=desk
         )
-        membership.LISTENERS.append((loop, self.backend.on_view))
+        membership.LISTENERS.append((loop, membership.Views(self.backend.on_view)))
         # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no
         # error
-        with contextlib.suppress(DeploymentUnavailableError, TimeoutError):
-            # a replica that is stopped must not keep a router from starting
-            await asyncio.wait_for(replicas.broadcast("describe").results_async(return_exceptions=True), 5)
+        for handle in replicas:
+            with contextlib.suppress(DeploymentUnavailableError, TimeoutError):
+                # a replica that is stopped must not keep a router from starting
+                await asyncio.wait_for(handle.broadcast("describe").results_async(return_exceptions=True), 5)
         gc.collect()
         gc.freeze()
 
@@ -160,7 +161,7 @@ def _complete(settings: Mapping[str, Any], tokenizer: Tokenizer) -> AppSettings:
 
 
 def router_deployment(
-    replicas: serve.Application,
+    replicas: list[serve.Application],
     *,
     num_routers: int,
     longest_stream_s: float,

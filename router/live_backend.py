@@ -261,6 +261,7 @@ class LiveBackend:
             metadata = self._known[replica_id]
             role = Role(metadata.get("role", Role.BOTH))
             view = ReplicaView(replica_id, metadata["address"], metadata.get("incarnation", ""), role)
+            view.kv_bytes_per_token = float(metadata.get("kv_bytes_per_token", 0))
             self.dispatcher.add_replica(view)
         match message:
             case StepOutput():
