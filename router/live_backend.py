@@ -32,6 +32,7 @@ from replica.messages import (
 )
 from router.audit import audit
 from router.backend import Health
+from router.breakdown import breakdown
 from router.cache_reset import CacheResets
 from router.engine_metrics import RouterFigures, render_metrics
 from router.instructions import Dispatch, DispatchPrefill, Fail, Instruction, Refuse, SendAbort, SendContinue
@@ -91,6 +92,8 @@ class LiveBackend:
         self._closing: set[asyncio.Task[None]] = set()
         #: what was found lost, by what: nothing, if we made no mistake
         self.num_leaks: Counter[str] = Counter()
+        #: of requests that ended well, seconds by part (`router/breakdown.py`)
+        self.part_seconds: dict[str, float] = {}
 
     # ---- router.backend.Backend ----
 
@@ -148,7 +151,7 @@ class LiveBackend:
         return audit(self.dispatcher, self._streams, self._names, self._clients, desk.requests())
 
     def metrics_text(self) -> bytes:
-        own = RouterFigures(self.router_id, self.config_number, self.num_leaks)
+        own = RouterFigures(self.router_id, self.config_number, self.num_leaks, self.part_seconds)
         return render_metrics(self.dispatcher, self._known, self._model_name, own)
 
     async def reset_prefix_cache(self, timeout_s: float) -> int:
@@ -326,7 +329,10 @@ class LiveBackend:
             return
         for output in outputs:
             if output.stages is not None:
-                self.journal.told(request_id, output.index, replica_id, output.stages)
+                if replica_id in self.dispatcher.desk.views:
+                    self.journal.told_of_leg(request_id, output.index, replica_id, output.stages, now)
+                else:
+                    self.journal.told(request_id, output.index, replica_id, output.stages)
                 self.dispatcher.began(request_id, output.index)
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
@@ -337,9 +343,7 @@ class LiveBackend:
             # the step failed, not the request: the others of its sequences are taken along to the next attempt
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_failed(request_id, now)])
         elif stream.is_finished:
-            self.journal.note(request_id, now, "all tokens here")
-            self.dispatcher.finish(request_id)
-            self._forget(request_id)
+            self._finished(request_id)
         elif FinishReason.MOVED in ends:
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_moved(request_id, now)])
 
@@ -367,10 +371,17 @@ class LiveBackend:
             self._clients[replica_id].send(Abort(request_id, indices))
         stream = self._streams.get(request_id)
         if stream is not None and stream.is_finished:
-            self.journal.note(request_id, self._clock(), "all tokens here")
-            self.dispatcher.finish(request_id)
-            self._forget(request_id)
+            self._finished(request_id)
             self._carry_out([])
+
+    def _finished(self, request_id: RequestId) -> None:
+        now = self._clock()
+        self.journal.note(request_id, now, "all tokens here")
+        if (entry := self.journal.of(request_id)) is not None:
+            for part, seconds in breakdown(entry, now).items():
+                self.part_seconds[part] = self.part_seconds.get(part, 0.0) + seconds
+        self.dispatcher.finish(request_id)
+        self._forget(request_id)
 
     def _abort(self, request_id: RequestId) -> None:
         if self._forget(request_id) is not None:

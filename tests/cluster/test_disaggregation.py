@@ -9,6 +9,7 @@ import asyncio
 import pytest
 
 from replica.messages import GenerateRequest, RequestId, Role, SamplingParams, SequenceInput
+from router.breakdown import PARTS
 from router.disaggregation import HandOverConfig
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
 from tests.cluster.test_data_plane import at_baseline, reference
@@ -38,6 +39,13 @@ async def test_answers_are_those_of_one_replica(roles: tuple[Role, ...]) -> None
                 expected = reference(sequence.prompt_token_ids, sequence.sampling.max_tokens)
                 assert found[sequence.index] == expected, one.request_id
         assert c.routers[0].dispatcher.desk.counters["remote"] > 0
+        for one in asked:
+            told = await c.routers[0].explain(one.request_id, 5.0)
+            assert told is not None
+            parts = told["parts_s"]
+            assert sum(parts[name] for name in PARTS) == pytest.approx(parts["total"], rel=0.01)
+            # replicas tell durations of their own; what they tell twice would make the rest negative
+            assert min(parts.values()) > -0.01, parts
         assert steps(c, P) > 0
         await until(lambda: at_baseline(c))
 
