@@ -410,7 +410,9 @@ class LiveBackend:
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
             case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
-                request = self._streams[request_id].to_submit(instruction.is_returning, instruction.kv_source)
+                stream = self._streams[request_id]
+                stream.served_by = f"{replica_id}@{self.dispatcher.views[replica_id].address}"
+                request = stream.to_submit(instruction.is_returning, instruction.kv_source)
                 self._clients[replica_id].send(Submit(request, epoch, instruction.permit))
             case SendAbort(request_id=request_id, replica_id=replica_id):
                 if replica_id in self._clients:

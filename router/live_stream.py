@@ -25,6 +25,8 @@ class LiveStream:
         on_abort: Callable[[RequestId], None],
     ) -> None:
         self.request = request
+        #: NAME@HOST:PORT of the replica that has it, or had it last
+        self.served_by = ""
         self._on_finish = on_finish
         self._on_abort = on_abort
         self._emitted: dict[int, list[int]] = {sequence.index: [] for sequence in request.sequences}
