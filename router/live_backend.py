@@ -37,15 +37,14 @@ from router.cache_reset import CacheResets
 from router.engine_metrics import RouterFigures, render_metrics
 from router.instructions import Dispatch, DispatchPrefill, Fail, Instruction, Refuse, SendAbort, SendContinue
 from router.journal import FAILED, REFUSED
+from router.live_answers import LiveAnswers
 from router.live_stream import LiveStream
 from router.outcomes import failure_error, final_error, refusal_error
 from router.pairing import PairingDispatcher
 from router.prefill_legs import first_tokens, leg_of
-from router.questions import Answers, Questions
 from router.replica_client import ReplicaClient
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.sequence_names import SequenceNames
-from router.why import explain, living, num_living
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ class LiveBackend:
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
         self._resets = CacheResets(lambda replica_id, message: self._clients[replica_id].send(message))
-        self._questions = Questions(lambda replica_id, message: self._clients[replica_id].send(message))
+        self._answers = LiveAnswers(dispatcher, router_id, self._clients, clock, wall_clock)
         self._names = SequenceNames()
         self._timer: asyncio.TimerHandle | None = None
         #: when it strikes, by our clock
@@ -158,37 +157,10 @@ class LiveBackend:
         return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
 
     async def explain(self, name: str, timeout_s: float) -> dict[str, object] | None:
-        entry, namesakes = self.journal.of(RequestId(name)), self.journal.under(name)
-        if entry is None and namesakes:
-            entry = namesakes[0]
-        request_id = RequestId(name) if entry is None else entry.request_id
-        answers = await self._ask(request_id, 0, timeout_s)
-        accounts = {replica_id: answer.accounts for replica_id, answer in answers.items()}
-        told = explain(entry, accounts, self._clock(), self._wall_clock())
-        if told is None:
-            return None
-        others = [other.request_id for other in namesakes if other is not entry]
-        return {"request_id": request_id, "same_x_request_id": others, **self._who_answered(answers), **told}
+        return await self._answers.explain(name, timeout_s)
 
     async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
-        answers = await self._ask("", limit, timeout_s)
-        entries = list(self.journal.living())
-        accounts = {replica_id: answer.accounts for replica_id, answer in answers.items()}
-        counts = {replica_id: answer.num_requests for replica_id, answer in answers.items()}
-        return {
-            **self._who_answered(answers),
-            "num_requests": num_living(entries, counts),
-            "requests": living(entries, accounts, self.router_id, self._clock(), limit),
-        }
-
-    async def _ask(self, request_id: str, limit: int, timeout_s: float) -> Answers:
-        return await self._questions.ask(self._connected(), request_id, limit, timeout_s)
-
-    def _connected(self) -> list[ReplicaId]:
-        return [r for r, view in self.dispatcher.all_views.items() if view.is_connected and r in self._clients]
-
-    def _who_answered(self, answers: Answers) -> dict[str, object]:
-        return {"router_id": self.router_id, "silent_replicas": [r for r in self._connected() if r not in answers]}
+        return await self._answers.living(limit, timeout_s)
 
     def status(self) -> dict[str, object]:
         now = self._clock()
@@ -284,7 +256,7 @@ class LiveBackend:
             case ResetDone(reset_id=reset_id):
                 self._resets.answered(replica_id, reset_id)
             case Explained():
-                self._questions.answered(replica_id, message)
+                self._answers.questions.answered(replica_id, message)
 
     def _on_step(self, replica_id: ReplicaId, message: StepOutput, now: float) -> None:
         view = self.dispatcher.view_of(replica_id)
@@ -349,7 +321,7 @@ class LiveBackend:
 
     def _on_broken(self, replica_id: ReplicaId) -> None:
         self._names.forget_replica(replica_id)
-        self._questions.gone(replica_id)
+        self._answers.questions.gone(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._clock()))
         if replica_id not in self._known:
             self._drop_client(replica_id)
@@ -357,7 +329,7 @@ class LiveBackend:
     def _drop_client(self, replica_id: ReplicaId) -> None:
         client = self._clients.pop(replica_id, None)
         self._resets.gone(replica_id)
-        self._questions.gone(replica_id)
+        self._answers.questions.gone(replica_id)
         if client is not None:
             task = asyncio.create_task(client.close())
             self._closing.add(task)

@@ -85,6 +85,8 @@ def _without_first(result: StepResult, seq_id: int, why: str) -> StepResult:
 class ReplicaUnderTest:
     """One engine with its service."""
 
+    role = Role.BOTH
+
     def __init__(self, name: str, config: EngineConfig, num_blocks: int, is_open: bool, role: Role = Role.BOTH) -> None:
         self.name = name
         self.role = role
