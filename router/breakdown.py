@@ -14,7 +14,7 @@ the one that took longest counts. Durations come from each replica's own clock, 
 
 from __future__ import annotations
 
-from replica.stages import Stages
+from replica.messages import Stages
 from router.journal import GIVEN_BACK, LOST, TAKEN_AWAY, Entry
 
 PARTS = ("held", "queued", "prefill", "transfer_waited", "decode", "stalls", "messages")

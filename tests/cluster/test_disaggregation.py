@@ -5,6 +5,7 @@ run, whoever is lost at whichever moment.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,7 @@ async def test_answers_are_those_of_one_replica(roles: tuple[Role, ...]) -> None
         for one in asked:
             told = await c.routers[0].explain(one.request_id, 5.0)
             assert told is not None
-            parts = told["parts_s"]
+            parts: Any = told["parts_s"]
             assert sum(parts[name] for name in PARTS) == pytest.approx(parts["total"], rel=0.01)
             # replicas tell durations of their own; what they tell twice would make the rest negative
             assert min(parts.values()) > -0.01, parts
