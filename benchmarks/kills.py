@@ -20,8 +20,9 @@ from benchmarks.replica_processes import EOS, VOCAB_SIZE, ReplicaProcess, Replic
 from replica.errors import ShoalError
 from replica.fake_runner import expected_output
 from replica.messages import FinishReason, GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
+from router.pairing import PairingDispatcher
 from router.placement import least_tokens
 
 #: seconds between two kills, drawn evenly
@@ -158,7 +159,8 @@ async def routers_of(
 ) -> AsyncIterator[list[LiveBackend]]:
     """Routers in this process that see `num_replicas`; all of it is taken down at the end."""
     routers = [
-        LiveBackend(Dispatcher(config, least_tokens), RouterId(f"router-{i}"), "fake") for i in range(num_routers)
+        LiveBackend(PairingDispatcher(config, least_tokens), RouterId(f"router-{i}"), "fake")
+        for i in range(num_routers)
     ]
     replicas.on_view += [router.on_view for router in routers]
     try:

@@ -20,9 +20,10 @@ from starlette.types import ASGIApp, Message, Scope
 from replica.messages import GenerateRequest, ReplicaId, ReplicaLoad, RequestId, RouterId
 from router.app import create_app
 from router.app_settings import AppSettings
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
 from router.live_stream import LiveStream
+from router.pairing import PairingDispatcher
 from router.placement import least_tokens
 from router.prepare import TextCodec
 from router.replica_view import ReplicaView
@@ -38,7 +39,7 @@ class RefusingRouter:
     """A router whose replicas are full, and which holds as many as may hope for a place. Use within a running loop."""
 
     def __init__(self, codec: TextCodec, config: DispatcherConfig = DispatcherConfig()) -> None:
-        self.dispatcher = Dispatcher(config, least_tokens)
+        self.dispatcher = PairingDispatcher(config, least_tokens)
         self.backend = LiveBackend(self.dispatcher, RouterId("router"), "model")
         settings = AppSettings(served_model_names=("model",), max_model_len=8192, vocab_size=49152)
         self.app: ASGIApp = create_app(settings, codec, self.backend)

@@ -16,10 +16,12 @@ from cluster.cluster_token import ensure_token, read_token, token_for
 from cluster.config import ClusterConfig, HttpConfig, load
 from cluster.kv_connector.actor import find_connector
 from cluster.line_socket import tell as tell_line
+from cluster.role_config import DEPLOYMENTS
 from cluster.serve_env import SERVE_ENV
 from cluster.serve_logs import join_serve_logs
 from cluster.serve_policy import serve_options
 from replica.deployment import replica_deployment
+from replica.messages import Role
 from router.deployment import router_deployment
 from router.tenant_source import TenantRules
 
@@ -34,31 +36,8 @@ def build(args: Mapping[str, Any] | None = None) -> serve.Application:
 def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
     """The Serve application of a checked configuration. `terminal`: where a `shoal serve` hears of lost ranks."""
     ensure_token()
-    replicas = replica_deployment(
-        # API keys are none of its business
-        config.model_copy(update={"http": HttpConfig(), "tenants": config.tenants.without_keys()}).model_dump(),
-        live_knobs.engine_settings,
-        model_store.resolve,
-        how_many=serve_options(config),
-        replicas_on_node=replicas_on_node(config),
-        num_cpus=config.num_cpus_per_replica,
-        drain_s=config.drain_s,
-        env_vars=SERVE_ENV,
-        request_router_class="router.membership:Membership",
-        bundles=config.bundles,
-        bundle_strategy=config.rank_placement,
-        node_label=config.node_label,
-        set_up_logs=join_serve_logs,
-        tell=partial(tell_line, terminal),
-        find_connector=(
-            partial(find_connector, config.kv_cache.model_dump(), join_serve_logs, SERVE_ENV)
-            if config.kv_cache.has_connector
-            else None
-        ),
-        cluster_token=token_for,
-    )
     return router_deployment(
-        replicas,
+        [_replicas(config, role, terminal) for role in config.replicas.counts],
         num_routers=config.router.replicas,
         longest_stream_s=config.longest_stream_s,
         env_vars=SERVE_ENV,
@@ -88,6 +67,36 @@ def build_from(config: ClusterConfig, terminal: str = "") -> serve.Application:
         cluster_token=read_token,
         chat_template=config.chat_template,
         set_up_logs=join_serve_logs,
+    )
+
+
+def _replicas(config: ClusterConfig, role: Role, terminal: str) -> serve.Application:
+    """Those of one role."""
+    own = config.of_role(role)
+    return replica_deployment(
+        # API keys are none of its business
+        config.model_copy(update={"http": HttpConfig(), "tenants": config.tenants.without_keys()}).model_dump(),
+        partial(live_knobs.engine_settings, role=role),
+        model_store.resolve,
+        name=DEPLOYMENTS[role],
+        role=role,
+        how_many=serve_options(config, role),
+        replicas_on_node=replicas_on_node(config),
+        num_cpus=config.num_cpus_per_replica,
+        drain_s=config.drain_s,
+        env_vars=SERVE_ENV,
+        request_router_class="router.membership:Membership",
+        bundles=own.bundles,
+        bundle_strategy=config.rank_placement,
+        node_label=config.node_label,
+        set_up_logs=join_serve_logs,
+        tell=partial(tell_line, terminal),
+        find_connector=(
+            partial(find_connector, config.kv_cache.model_dump(), join_serve_logs, SERVE_ENV)
+            if config.kv_cache.has_connector
+            else None
+        ),
+        cluster_token=token_for,
     )
 
 

@@ -16,6 +16,7 @@ from cluster import __version__
 from cluster.config import PlainYaml
 from cluster.k8s import command as k8s_command
 from replica.errors import ConfigError, ShoalError
+from replica.messages import Role
 
 #: `shoal serve` flag -> key of ClusterConfig
 _FLAGS = {
@@ -24,6 +25,8 @@ _FLAGS = {
     "dtype": "dtype",
     "max_model_len": "max_model_len",
     "replicas": "replicas.both",
+    "prefill": "replicas.prefill",
+    "decode": "replicas.decode",
     "routers": "router.replicas",
     "tensor_parallel_size": "tensor_parallel_size",
     "num_gpus_per_replica": "num_gpus_per_replica",
@@ -98,7 +101,10 @@ def _add_knobs(commands: Any) -> None:
     show.add_argument("--json", action="store_true", help="machine-readable")
     show.set_defaults(run=_get, parser=show)
     scale = commands.add_parser("scale", help="more or fewer replicas of a running cluster; no stream is cut")
-    scale.add_argument("--replicas", type=int, required=True, metavar="N", help="how many are to be up")
+    of_role = scale.add_mutually_exclusive_group(required=True)
+    of_role.add_argument("--replicas", type=int, metavar="N", help="how many are to be up")
+    of_role.add_argument("--prefill", type=int, metavar="N", help="the same of those that compute prompts for others")
+    of_role.add_argument("--decode", type=int, metavar="N", help="the same of those whose prompts these may compute")
     scale.set_defaults(run=_scale, parser=scale)
     for command in (change, show, scale):
         command.add_argument("--address", help="of its Ray, host:port or auto; default: RAY_ADDRESS, else see --port")
@@ -119,6 +125,8 @@ def _add_serve(commands: Any) -> None:
     serve.add_argument("--dtype", choices=["auto", "bfloat16", "float32"])
     serve.add_argument("--max-model-len", type=int, help="longest prompt + output in tokens")
     serve.add_argument("--replicas", type=int, help="data-parallel replicas")
+    serve.add_argument("--prefill", type=int, metavar="N", help="replicas that compute prompts for others")
+    serve.add_argument("--decode", type=int, metavar="N", help="replicas whose prompts those may compute")
     serve.add_argument("--tensor-parallel-size", type=int, metavar="N", help="ranks of a replica, each with a part")
     serve.add_argument("--num-gpus-per-replica", type=int, metavar="N", help="as many ranks, with a GPU each")
     serve.add_argument("--routers", type=int, help="router processes")
@@ -248,7 +256,12 @@ def _set(options: argparse.Namespace) -> int:
 def _scale(options: argparse.Namespace) -> int:
     from cluster.config import load
 
-    wanted = load(None, {"replicas.both": options.replicas}).replicas.both  # refused here as it is at the start
+    flag = next(name for name in ("replicas", "prefill", "decode") if getattr(options, name) is not None)
+    key, wanted = _FLAGS[flag], getattr(options, flag)
+    load(None, {"replicas.both": 1, key: wanted})  # refused here as it is at the start
+    if wanted < 1:
+        raise ConfigError(f"--{flag}: {wanted} would end the role; allowed: at least 1")
+    role = Role(key.removeprefix("replicas."))
     from cluster.live_apply import attached, in_force
     from cluster.live_scale import scale
 
@@ -256,12 +269,12 @@ def _scale(options: argparse.Namespace) -> int:
     try:
         with attached(options.address, options.port):
             found = in_force()
-            took_s = scale(found, wanted, is_local, lambda line: print(f"shoal: {line}", file=sys.stderr))
+            took_s = scale(found, role, wanted, is_local, lambda line: print(f"shoal: {line}", file=sys.stderr))
     except KeyboardInterrupt:
         print("shoal: interrupted; the change goes on, `shoal status` shows it", file=sys.stderr)
         raise
-    before = found.now.replicas.both
-    print(f"replicas: already {wanted}" if before == wanted else f"replicas: {before} -> {wanted}")
+    before = found.now.replicas.counts[role]
+    print(f"{flag}: already {wanted}" if before == wanted else f"{flag}: {before} -> {wanted}")
     print(f"{wanted} replica(s) up and no other after {took_s:.1f} s", file=sys.stderr)
     return 0
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from cluster.allowed import allowed
 from cluster.autoscaling import AutoscalingConfig
 from cluster.kv_connector.config import KVCacheConfig
+from cluster.role_config import DisaggregationConfig, ReplicasConfig, with_tier
 from cluster.tenant_config import TenantsConfig, tenants_of
 from replica.config import (
     AdmissionConfig,
@@ -28,16 +29,11 @@ from replica.config import (
     SchedulerConfig,
 )
 from replica.errors import ConfigError
+from replica.messages import Role
 from router.tenants import TenantBook, default_tenant
 
 #: shown instead of API keys
 MASK = "***"
-
-
-class ReplicasConfig(FrozenModel):
-    """How many data-parallel replicas of each role."""
-
-    both: int = Field(1, ge=1, le=1024, description="Replicas that prefill and decode.")
 
 
 class RouterConfig(FrozenModel):
@@ -107,6 +103,7 @@ class ClusterConfig(FrozenModel):
     runner: Literal["torch", "fake"] = Field("torch", description="fake: no weights, tokens from a cost model.")
     chat_template: str | None = Field(None, description="A Jinja template or the path of one, instead of the model's.")
     replicas: ReplicasConfig = ReplicasConfig()
+    disaggregation: DisaggregationConfig = DisaggregationConfig()
     autoscaling: AutoscalingConfig = AutoscalingConfig()
     tensor_parallel_size: int | None = Field(
         None, ge=1, le=64, description="Ranks per replica, each with a part of the model. auto: its GPUs, else 1."
@@ -150,6 +147,26 @@ class ClusterConfig(FrozenModel):
             raise ValueError("is empty; give a built-in name, a model folder or a .gguf file")
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _hand_overs_have_a_tier(cls, value: Any) -> Any:
+        return with_tier(value) if isinstance(value, Mapping) else value
+
+    @model_validator(mode="after")
+    def _fleet_can_serve(self) -> ClusterConfig:
+        replicas = self.replicas
+        if not replicas.num_decoding:
+            raise ValueError(
+                f"replicas.both and replicas.decode are 0 (and replicas.prefill is {replicas.prefill}): nobody would "
+                "decode; allowed: at least one replica of both or decode"
+            )
+        if replicas.prefill and not self.kv_cache.enable_prefix_caching:
+            raise ValueError(
+                f"replicas.prefill is {replicas.prefill} and kv_cache.enable_prefix_caching is false, but what one "
+                "replica hands to another is found by the hashes of its prefixes; allowed: true, or no prefill replica"
+            )
+        return self
+
     @model_validator(mode="after")
     def _ranks_fit(self) -> ClusterConfig:
         gpus, size = self.num_gpus_per_replica, self.tensor_parallel_size
@@ -158,9 +175,10 @@ class ClusterConfig(FrozenModel):
                 f"num_gpus_per_replica is {gpus} and tensor_parallel_size is {size}, but each rank has one GPU; "
                 "give the same number, or only one of them"
             )
-        if self.num_ranks > 1 and self.runner_placement == "process":
+        most_ranks = max(self.of_role(role).num_ranks for role in self.replicas.counts)
+        if most_ranks > 1 and self.runner_placement == "process":
             raise ValueError(
-                f"runner_placement is 'process', which holds one rank, and there are {self.num_ranks}; "
+                f"runner_placement is 'process', which holds one rank, and there are {most_ranks}; "
                 "allowed then: 'thread' (which means: not asked for) or 'workers'"
             )
         return self
@@ -178,6 +196,11 @@ class ClusterConfig(FrozenModel):
     @model_validator(mode="after")
     def _most_is_not_below_fewest(self) -> ClusterConfig:
         most = self.autoscaling.max_replicas
+        if most is not None and not self.replicas.both:
+            raise ValueError(
+                f"autoscaling.max_replicas is {most} and replicas.both is 0, but scaling changes the number of those "
+                "that prefill and decode; allowed: auto, or at least 1 of replicas.both"
+            )
         if most is not None and most < self.replicas.both:
             raise ValueError(
                 f"autoscaling.max_replicas is {most} and replicas.both, the fewest, is {self.replicas.both}; allowed: "
@@ -198,8 +221,23 @@ class ClusterConfig(FrozenModel):
 
     @property
     def most_replicas(self) -> int:
-        """That there may be at a time: `replicas.both`, or what scaling may make of it."""
-        return self.autoscaling.max_replicas or self.replicas.both
+        """That there may be at a time, of all roles."""
+        return sum(self.most_of(role) for role in self.replicas.counts)
+
+    def most_of(self, role: Role) -> int:
+        """That there may be of a role at a time: their number, or what scaling may make of it."""
+        most = self.autoscaling.max_replicas if role is Role.BOTH else None
+        return most or self.replicas.counts[role]
+
+    def of_role(self, role: Role) -> ClusterConfig:
+        """The whole as it is for the replicas of one role."""
+        own = self.disaggregation.of(role)
+        update: dict[str, Any] = {"scheduler": own.scheduler(self.scheduler)}
+        if own.tensor_parallel_size is not None:
+            update["tensor_parallel_size"] = own.tensor_parallel_size
+            if self.num_gpus_per_replica:
+                update["num_gpus_per_replica"] = own.tensor_parallel_size
+        return self.model_copy(update=update)
 
     @property
     def num_ranks(self) -> int:

@@ -19,12 +19,14 @@ from typing import Any
 
 import msgspec
 
-from cluster.config import ClusterConfig, ReplicasConfig
+from cluster.config import ClusterConfig
 from cluster.live_confirm import SETTLE_S, Confirmation, Confirmed, Held, Seen
 from cluster.live_knobs import lay_over, overlay_of
 from cluster.process_sweep import running_drivers
 from cluster.ray_start import check_ray_address, set_environment
+from cluster.role_config import DEPLOYMENTS
 from replica.errors import ConfigError, ShoalError
+from replica.messages import Role
 
 #: how long a single question to all routers or replicas may take
 _ASK_S = 10.0
@@ -32,7 +34,6 @@ _ASK_S = 10.0
 _CONTROLLER_S = 30.0
 #: the same while a change is confirmed: one that is stopped must not keep the others' news from us for long
 _ASK_AGAIN_S = 3.0
-_DEPLOYMENTS = ("Replica", "Router")
 
 Answers = list[dict[str, Any]]
 
@@ -80,7 +81,8 @@ def in_force() -> InForce:
     """What the routers and replicas of the application go by. Raises ShoalError if there is none."""
     _check_running()
     held = _settled_held()
-    routers, replicas = _ask("Router", _ASK_S), _ask("Replica", _ASK_S)
+    names = _deployments()
+    routers, replicas = _ask("Router", _ASK_S), [one for name in names[:-1] for one in _ask(name, _ASK_S)]
     if not routers or not replicas:
         raise ShoalError(f"{len(routers)} routers and {len(replicas)} replicas answer; at least one of each is needed")
     first = routers[0]
@@ -91,7 +93,8 @@ def in_force() -> InForce:
     except ConfigError:  # it came by a file, and no router has refused it yet
         now = lay_over(first["start"], first["overlay"])
     if now.autoscaling.max_replicas is None:  # else it is the fewest, and the policy says how many there are
-        now = now.model_copy(update={"replicas": ReplicasConfig(both=num_replicas_held())})
+        held_now = {role.value: num_replicas_held(role) for role in now.replicas.counts}
+        now = now.model_copy(update={"replicas": now.replicas.model_copy(update=held_now)})
     return InForce(first["start"], now, replicas[0]["scheduler"], refused, held)
 
 
@@ -99,7 +102,7 @@ def put_in_force(found: InForce, wanted: ClusterConfig, keys: Iterable[str]) -> 
     """Give `wanted`, which differs from `found.now` in live keys only, to all, and wait until they have confirmed it.
     Raises ShoalError, also if another change came in between, or later with other values of `keys`.
     """
-    refuse_declared("change `user_config` of both deployments there, see docs/knobs.md")
+    refuse_declared("change `user_config` of all deployments there, see docs/knobs.md")
     confirmation = Confirmation(found.start, found.now, wanted, keys, time.monotonic())
     # the controller does not compare and set: of two commands within a few milliseconds both pass here
     confirmation.check_base(found.held, _held())
@@ -107,25 +110,25 @@ def put_in_force(found: InForce, wanted: ClusterConfig, keys: Iterable[str]) -> 
     return _confirm(confirmation)
 
 
-def num_replicas_held() -> int:
+def num_replicas_held(role: Role) -> int:
     """How many the controller is to keep up. Raises ShoalError when the application is gone."""
-    return _num_held("Replica")
+    return _num_held(DEPLOYMENTS[role])
 
 
-def submit_num_replicas(count: int) -> None:
+def submit_num_replicas(role: Role, count: int) -> None:
     """Serve starts some, or tells some to stop; who stays is not touched."""
 
     def scale(name: str, config: Any) -> None:
-        if name == "Replica":
+        if name == DEPLOYMENTS[role]:
             config.num_replicas = count
 
     _submit_changed(scale)
 
 
-def replica_states() -> tuple[dict[str, int], str]:
-    """Of the replicas: how many are in which of Serve's states; and what Serve says of them if it is not well."""
+def replica_states(role: Role) -> tuple[dict[str, int], str]:
+    """How many of a role are in which of Serve's states; and what Serve says of them if it is not well."""
     application = application_status()
-    deployment = application.deployments["Replica"]
+    deployment = application.deployments[DEPLOYMENTS[role]]
     is_unwell = deployment.status in ("UNHEALTHY", "DEPLOY_FAILED")
     return dict(deployment.replica_states), deployment.message if is_unwell else ""
 
@@ -190,7 +193,7 @@ def _submit_changed(change: Callable[[str, Any], None]) -> None:
     protocol: Any = serve_pb2  # generated: types do not know what is in it
     client = _client()
     deployments = []
-    for name in _DEPLOYMENTS:
+    for name in _deployments():
         info, route = _info(name)  # the route is not in the info; without it: 404
         change(name, info.deployment_config)
         arguments = get_deploy_args(
@@ -226,7 +229,7 @@ def _confirm(confirmation: Confirmation) -> Confirmed:
         held = _held()
         # before anybody is asked, who may take long to answer
         if confirmation.follow(held, time.monotonic()):
-            seen = [_look(name) for name in _DEPLOYMENTS]
+            seen = [_look(name) for name in _deployments()]
             if (confirmed := confirmation.judge(held, seen, time.monotonic())) is not None:
                 return confirmed
         pause.wait(0.05)
@@ -237,7 +240,7 @@ def _held() -> Held:
     # in this order: the controller marks an application as it gets a change, and unmarks it with the next turn of its
     # loop or later, which is when `_info` begins to tell the change
     is_settled = application_status().status != "DEPLOYING"
-    return Held({name: _overlay_in(_info(name)[0]) for name in _DEPLOYMENTS}, is_settled)
+    return Held({name: _overlay_in(_info(name)[0]) for name in _deployments()}, is_settled)
 
 
 def _settled_held() -> Held:
@@ -263,6 +266,12 @@ def _num_held(name: str) -> int:
 
     details = _client().get_serve_details()["applications"].get(APP_NAME, {})
     return int(details.get("deployments", {}).get(name, {}).get("target_num_replicas", 0))
+
+
+def _deployments() -> list[str]:
+    """Of our application: those of replicas, then the routers'. Raises ShoalError when it is gone."""
+    there = application_status().deployments
+    return [name for name in (*DEPLOYMENTS.values(), "Router") if name in there]
 
 
 def application_status() -> Any:

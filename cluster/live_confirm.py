@@ -114,7 +114,8 @@ class Confirmation:
                 missing.append(f"{one.name}: {having[one.name]} of {needed}")
         if not missing:
             num_starting = sum(one.num_starting for one in seen)
-            return Confirmed(self._number, having["Replica"], having["Router"], num_starting)
+            num_routers = having.pop("Router")
+            return Confirmed(self._number, sum(having.values()), num_routers, num_starting)
         if now <= self._end:
             return None
         raise ShoalError(

@@ -16,16 +16,19 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from cluster import role_config
 from cluster.config import ClusterConfig, load
 from cluster.tenant_config import TenantConfig
 from replica.config import EngineConfig, SchedulerConfig
 from replica.errors import ConfigError
+from replica.messages import Role
 from router.live_settings import DispatcherConfig, LiveSettings
 from router.tenants import DEFAULT_TENANT
 
 #: all of the scheduler, and of the router what its dispatcher decides by
 LIVE = frozenset(
     {f"scheduler.{name}" for name in SchedulerConfig.model_fields}
+    | role_config.LIVE
     | {
         "router.policy",
         "router.max_queued_requests_per_replica",
@@ -36,6 +39,8 @@ LIVE = frozenset(
     }
 )
 
+#: key of the configuration -> flag of `shoal scale`
+SCALE_FLAGS = {"replicas.both": "--replicas", "replicas.prefill": "--prefill", "replicas.decode": "--decode"}
 #: in front of a tenant's name and the name of a field
 TENANT = "tenants.named."
 #: of each tenant; its keys are changed in the tenants' file
@@ -69,8 +74,8 @@ def check_keys(keys: Mapping[str, Any]) -> None:
             sentences.append(f"{key}: {fault}")
         elif key not in known and not key.startswith(TENANT):
             sentences.append(f"{key}: unknown key; {_nearest(key, known)}")
-        elif key == "replicas.both":
-            sentences.append(f"{key}: is changed by `shoal scale --replicas N`")
+        elif (flag := SCALE_FLAGS.get(key)) is not None:
+            sentences.append(f"{key}: is changed by `shoal scale {flag} N`")
         elif not is_live(key):
             told = " (keys that change while it runs: in tenants.file)" if key.startswith(TENANT) else ""
             sentences.append(
@@ -173,10 +178,10 @@ def number_of(config: ClusterConfig) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
-def engine_settings(start: Mapping[str, Any], overlay: Overlay) -> tuple[EngineConfig, int]:
+def engine_settings(start: Mapping[str, Any], overlay: Overlay, role: Role = Role.BOTH) -> tuple[EngineConfig, int]:
     """What a replica needs of the configuration in force, `auto` values open; and its number. Raises ConfigError."""
     config = lay_over(start, overlay)
-    return config.engine_config(), number_of(config)
+    return config.of_role(role).engine_config(), number_of(config)
 
 
 def router_settings(start: Mapping[str, Any], overlay: Overlay) -> LiveSettings:
@@ -194,6 +199,7 @@ def router_settings(start: Mapping[str, Any], overlay: Overlay) -> LiveSettings:
         placement=config.router.policy,
         order_policy=scheduler.policy,
         number=number_of(config),
+        hand_over=config.disaggregation.hand_over(),
     )
 
 

@@ -47,20 +47,22 @@ class Needs(msgspec.Struct, frozen=True):
 
 def needs(config: ClusterConfig, engine: EngineConfig, folder: Path) -> Needs:
     """`engine`: resolved for this machine; `folder`: of the model, there already."""
-    replicas, workers = config.most_replicas, config.bundles is not None
     has_model = config.runner == "torch"
-    if workers:
-        replica_mib = _PLAIN_MIB + config.num_ranks * (_TORCH_RANK_MIB if has_model else _PLAIN_MIB)
-    else:
-        replica_mib = _TORCH_REPLICA_MIB if has_model else _PLAIN_MIB
-    mib = _FIXED_MIB + config.router.replicas * _ROUTER_MIB + replicas * replica_mib
+    mib = _FIXED_MIB + config.router.replicas * _ROUTER_MIB
+    num_ranks = {role: config.of_role(role).num_ranks for role in config.replicas.counts}
+    for role, ranks in num_ranks.items():
+        if config.of_role(role).bundles is not None:
+            replica_mib = _PLAIN_MIB + ranks * (_TORCH_RANK_MIB if has_model else _PLAIN_MIB)
+        else:
+            replica_mib = _TORCH_REPLICA_MIB if has_model else _PLAIN_MIB
+        mib += config.most_of(role) * replica_mib
     tier_gib = config.kv_cache.host_tier_gib
     tier = int(tier_gib * 1024 * MIB) + (_PLAIN_MIB * MIB if tier_gib else 0)
     if not has_model or config.num_gpus_per_replica:
         return Needs(mib * MIB, 0, 0, tier)
     item = _ITEM_BYTES[engine.model.dtype]
-    weights = replicas * weight_bytes(folder, item, config.num_ranks)
-    return Needs(mib * MIB, weights, replicas * kv_bytes(folder, engine), tier)
+    weights = sum(config.most_of(role) * weight_bytes(folder, item, ranks) for role, ranks in num_ranks.items())
+    return Needs(mib * MIB, weights, config.most_replicas * kv_bytes(folder, engine), tier)
 
 
 def weight_bytes(folder: Path, item: int, ranks: int = 1) -> int:

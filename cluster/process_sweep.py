@@ -106,7 +106,9 @@ def command_line(pid: int) -> str:
 
 
 def serve_replicas(root: int, deployment: str) -> list[int]:
-    """Pids below `root` of the processes that Serve runs for one of our deployments: `Replica` or `Router`."""
+    """Pids below `root` of the processes that Serve runs for one of our deployments: `Router`, or one of
+    `role_config.DEPLOYMENTS`.
+    """
     return [pid for pid in descendants(root) if f"ray::ServeReplica:shoal:{deployment}" in command_line(pid)]
 
 

@@ -7,14 +7,17 @@ import os
 import socket
 import tempfile
 import threading
+from collections.abc import Collection, Mapping
 
 from cluster.config import ClusterConfig
 from cluster.process_sweep import serve_replicas
 from cluster.resources import NodeRoom, shortage
+from cluster.role_config import DEPLOYMENTS
 from cluster.supervisor import Driver
 from cluster.terminal import say
 from replica.errors import ConfigError, ShoalError
 from replica.hardware import available_cores
+from replica.messages import Role
 
 #: How many of Ray's CPUs a core of this machine is. Processes may share cores (3 ranks on 2 cores are useful); but each
 #: takes about 2 s of a core to start, and Serve gives up on one that does not answer for 30 s.
@@ -28,17 +31,17 @@ PROXY_WAIT_S = 300
 def refuse_oversubscription(config: ClusterConfig) -> None:
     """Raises ConfigError if a Ray of our own would not have the CPUs; says so if processes only share cores."""
     cores = available_cores()
-    bundles = [{"CPU": bundle.get("CPU", 0.0)} for bundle in replica_bundles(config)]
     cpus = float(cores * CPUS_PER_CORE)
     machine = NodeRoom("this machine", {"CPU": cpus}, {"CPU": cpus})
-    if short := shortage(bundles, config.most_replicas, config.rank_placement, [machine]):
+    most = {role: config.most_of(role) for role in config.replicas.counts}
+    if short := _shortage(config, most, [machine], ("CPU",)):
         raise ConfigError(
             f"resources: {short} ({cores} cores, each shared by at most {CPUS_PER_CORE} processes); lower "
             "replicas.both or tensor_parallel_size, or what each reserves (num_cpus_per_replica, num_cpus_per_rank)"
         )
-    runners = config.most_replicas * config.num_ranks
+    runners = sum(config.most_of(role) * config.of_role(role).num_ranks for role in config.replicas.counts)
     if runners > cores and config.runner == "torch":
-        what = "ranks" if config.num_ranks > 1 else "replicas"
+        what = "ranks" if runners > config.most_replicas else "replicas"
         say(f"{runners} {what} share {cores} cores: they will wait for each other")
 
 
@@ -47,8 +50,9 @@ def start_ray(config: ClusterConfig, driver: Driver) -> None:
     import ray
 
     say("starting Ray")
-    of_replica = sum(bundle.get("CPU", 0) for bundle in replica_bundles(config))
-    needed = config.most_replicas * of_replica + config.router.replicas + 1
+    counts = config.replicas.counts
+    cpus = {role: sum(bundle.get("CPU", 0) for bundle in replica_bundles(config.of_role(role))) for role in counts}
+    needed = sum(config.most_of(role) * cpus[role] for role in counts) + config.router.replicas + 1
     ray.init(
         address="local",
         # to Ray a counter; what is too much was refused before
@@ -79,7 +83,7 @@ def _watch(driver: Driver) -> None:
             if process.poll() is not None:
                 say(f"Ray's {name} ended (exit code {process.returncode}), and all else with it; see {driver.log}")
                 driver.end(1)
-        if driver.was_told_itself.is_set() and not serve_replicas(os.getpid(), "Replica"):
+        if driver.was_told_itself.is_set() and not any(serve_replicas(os.getpid(), n) for n in DEPLOYMENTS.values()):
             say("the signal ended Ray's processes too; streams that had not ended are cut")
             driver.end(1)
         pause.wait(0.1)
@@ -115,8 +119,26 @@ def check_resources(config: ClusterConfig) -> None:
         for node in ray.nodes()
         if node["Alive"]
     ]
-    if short := shortage(replica_bundles(config), config.replicas.both, config.rank_placement, nodes):
+    if short := _shortage(config, config.replicas.counts, nodes):
         raise ConfigError(f"resources: {short}")
+
+
+def _shortage(
+    config: ClusterConfig, counts: Mapping[Role, int], nodes: list[NodeRoom], only: Collection[str] = ()
+) -> str:
+    """Of all roles together where their replicas take the same, which is the rule; else of each by itself. `only`:
+    resources that are looked at.
+    """
+    kinds: list[tuple[list[dict[str, float]], int]] = []
+    for role, count in counts.items():
+        of_replica = replica_bundles(config.of_role(role))
+        if only:
+            of_replica = [{name: bundle.get(name, 0.0) for name in only} for bundle in of_replica]
+        if kinds and kinds[-1][0] == of_replica:
+            count += kinds.pop()[1]
+        kinds.append((of_replica, count))
+    found = (shortage(bundles, count, config.rank_placement, nodes) for bundles, count in kinds)
+    return next(filter(None, found), "")
 
 
 def ray_address() -> str:

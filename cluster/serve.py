@@ -42,6 +42,7 @@ from cluster.terminal import new_log, say
 from replica.config import resolve
 from replica.errors import ConfigError, ModelLoadError, ShoalError
 from replica.hardware import detect_hardware
+from replica.messages import Role
 
 
 def serve_until_stopped(config: ClusterConfig, host: str, port: int) -> int:
@@ -250,7 +251,11 @@ def _deploy(config: ClusterConfig, host: str, port: int, terminal: str = "") -> 
         proxy_location=ProxyLocation.HeadOnly,
         http_options=HTTPOptions(host=host, port=port, request_timeout_s=None, keep_alive_timeout_s=90),
     )
-    say(f"deploying {config.replicas.both} replica(s) and {config.router.replicas} router(s)")
+    counts = config.replicas.counts
+    kinds = " and ".join(f"{n} {'' if role is Role.BOTH else role.value + ' '}replica(s)" for role, n in counts.items())
+    say(f"deploying {kinds} and {config.router.replicas} router(s)")
+    if config.replicas.prefill and config.kv_cache.has_connector:
+        say(f"what is handed over passes through {config.kv_cache.host_tier_gib:g} GiB of memory of each node")
     try:
         serve.run(build_from(config, terminal), name=APP_NAME, route_prefix="/", blocking=False)
     except RuntimeError:

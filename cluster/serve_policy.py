@@ -14,6 +14,7 @@ from typing import Any
 
 from cluster.autoscaling import AutoscalingConfig, ScalingPolicy
 from cluster.config import ClusterConfig
+from replica.messages import Role
 from replica.scaling_figures import NAMES
 
 #: replicas are asked for their figures, and send them, so often
@@ -42,17 +43,17 @@ def figures_of(series: Mapping[str, Mapping[Any, Any]]) -> list[dict[str, float]
     return [{name: last[name][key] for name in NAMES} for key in complete]
 
 
-def serve_options(config: ClusterConfig) -> dict[str, Any]:
-    """How many replicas there are, as Serve's deployment takes it: a fixed number, or a mapping for its
+def serve_options(config: ClusterConfig, role: Role = Role.BOTH) -> dict[str, Any]:
+    """How many replicas of a role there are, as Serve's deployment takes it: a fixed number, or a mapping for its
     `AutoscalingConfig`.
     """
-    if config.autoscaling.max_replicas is None:
-        return {"num_replicas": config.replicas.both}
+    if config.autoscaling.max_replicas is None or role is not Role.BOTH:
+        return {"num_replicas": config.replicas.counts[role]}
     return {
         "autoscaling_config": {
             # no `initial_replicas`: Serve would go back to them whenever a live knob changes
             "min_replicas": config.replicas.both,
-            "max_replicas": config.most_replicas,
+            "max_replicas": config.most_of(role),
             "metrics_interval_s": REPORT_S,
             "look_back_period_s": _LOOK_BACK_S,
             "upscale_delay_s": 0,

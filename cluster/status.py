@@ -81,8 +81,9 @@ def format_status(status: Mapping[str, Any]) -> str:
             f"configuration {status.get('config', '-')}{_who_differs(status)}"
         ),
         (
-            f"{'replica':<12} {'state':<9} {'queued/cap':>10} {'returning':>9} {'running':>7} {'oldest':>7} "
-            f"{'KV used':>8} {'unfilled':>8} {'hit rate':>8} {'preempted':>9} {'step':>8} {'between':>8} {'sched':>6}"
+            f"{'replica':<12} {'role':<7} {'state':<9} {'queued/cap':>10} {'returning':>9} {'running':>7} "
+            f"{'oldest':>7} {'KV used':>8} {'unfilled':>8} {'hit rate':>8} {'preempted':>9} {'step':>8} {'between':>8} "
+            f"{'sched':>6}"
         ),
     ]
     for replica in status["replicas"]:
@@ -92,7 +93,8 @@ def format_status(status: Mapping[str, Any]) -> str:
         queries = counters.get("prefix_cache_queries", 0)
         hit_rate = f"{100 * counters.get('prefix_cache_hits', 0) / queries:.0f} %" if queries else "-"
         lines.append(
-            f"{replica['replica_id'][:12]:<12} {replica['state']:<9} {replica['queued']:>6}/{replica['queue_cap']:<3} "
+            f"{replica['replica_id'][:12]:<12} {replica.get('role', '-'):<7} {replica['state']:<9} "
+            f"{replica['queued']:>6}/{replica['queue_cap']:<3} "
             f"{replica['returning']:>9} {replica['running']:>7} {replica['oldest_wait_s']:>5.1f} s {used:>8} "
             f"{100 * replica['kv_fragmentation']:>6.0f} % {hit_rate:>8} {counters.get('preemptions', 0):>9.0f} "
             f"{_steps(replica)}"

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from cluster.status import NotFoundError, fetch_json
 from replica.errors import ConfigError
 from replica.stages import STAGES
+from router.breakdown import PARTS
 
 _BAR = 40
 #: of what a client may send as X-Request-Id; ids of our own are shorter
@@ -85,6 +86,8 @@ def format_request(told: Mapping[str, Any]) -> str:
     elif told["sequences"]:
         owner = told["sequences"][0]["router_id"][:8]
         lines.append(f"of router {owner}; the one that answered, {told['router_id'][:8]}, has only the replicas' word")
+    if parts := told.get("parts_s"):
+        lines.append(_parts(parts))
     for sequence in told["sequences"]:
         lines += _sequence(sequence)
     lines.append("where to look:" if told["findings"] else "nothing took long")
@@ -92,6 +95,14 @@ def format_request(told: Mapping[str, Any]) -> str:
         knobs = f" -> {', '.join(finding['knobs'])}" if finding["knobs"] else ""
         lines.append(f"  {_seconds(finding['seconds']):>8}  {finding['what']}{knobs}")
     return "\n".join([*lines, *_silent(told)])
+
+
+def _parts(parts: Mapping[str, float]) -> str:
+    """They add up to the whole; what of a transfer was hidden lies beside the others."""
+    whole = parts["total"]
+    named = [f"{name.replace('_', ' ')} {_seconds(parts[name])}" for name in PARTS if parts[name] >= 0.0005]
+    hidden = f" (transfer hidden {_seconds(parts['transfer_hidden'])})" if parts["transfer_hidden"] else ""
+    return f"{_seconds(whole)} in all: {', '.join(named)}{hidden}"
 
 
 def _living(request: Mapping[str, Any]) -> str:

@@ -44,6 +44,9 @@ def stages(sequence: Sequence, until: float | None = None) -> Stages:
         finish_s=_between(end, over) or 0.0,
         waits=dict(record.waits or {}) if over is None else record.waits_until(over),
         grammar_s=record.grammar_s,
+        away_s=0.0 if (times := record.hand_over) is None else times.away_s(first, end),
+        transfer_wait_s=0.0 if times is None else times.wait_s(end),
+        transfer_hidden_s=0.0 if times is None else times.hidden_s,
     )
 
 

@@ -149,9 +149,15 @@ class Replica:
             "role": self.role.value,
             "incarnation": self.incarnation,
             "description": self.engine.core.info.description,
+            "kv_bytes_per_token": str(self._kv_bytes_per_token),
             "block_size": str(self.engine.core.info.block_size),
             "enable_prefix_caching": str(self.config.cache.enable_prefix_caching),
         }
+
+    @property
+    def _kv_bytes_per_token(self) -> float:
+        info = self.engine.core.info
+        return info.block_bytes / info.block_size
 
     async def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Serve calls it after the constructor and at each change of `user_config`. What cannot work is refused whole,
@@ -208,6 +214,7 @@ def replica_deployment(
     settings: Settings,
     model_source: ModelSource,
     *,
+    name: str,
     how_many: Mapping[str, Any],
     replicas_on_node: int,
     num_cpus: float,
@@ -223,7 +230,8 @@ def replica_deployment(
     role: Role = Role.BOTH,
     node_label: str | None = None,
 ) -> serve.Application:
-    """The Serve application node for replicas of one role; `how_many`: `num_replicas` or `autoscaling_config`.
+    """The Serve application node for replicas of one role; `name`: of the deployment; `how_many`: `num_replicas` or
+    `autoscaling_config`.
 
     `bundles`: what Ray reserves for a replica with worker actors, its own place first, then one for each rank.
     `node_label`: only nodes whose Ray label of that name is the role.
@@ -246,7 +254,7 @@ def replica_deployment(
     decorate: Any = serve.deployment
     deployment = decorate(
         Replica,
-        name="Replica",
+        name=name,
         **how_many,
         ray_actor_options=actor_options,
         **placement,

@@ -22,6 +22,7 @@ from replica.messages import (
     HEARTBEAT_S,
     Abort,
     Ask,
+    Continue,
     DownMessage,
     Draining,
     Explain,
@@ -167,6 +168,8 @@ class Engine:
                     self._reports.refused(link.router_id)
                 for grammar in self.core.take_wanted_grammars():
                     self._compile(grammar)
+            case Continue():
+                self.core.go_on(link.router_id, message, now)
             case Abort(request_id=request_id, indices=indices):
                 self.core.abort(link.router_id, request_id, now, indices)
                 self._schedule_load()
@@ -294,6 +297,7 @@ class Engine:
                 began = time.perf_counter()
                 plan = self.core.schedule(self._clock())
                 planned_s = time.perf_counter() - began
+                self._tell_seated()
                 self._publish_ended()
                 if plan is None:
                     self._last_step_end = None
@@ -424,6 +428,11 @@ class Engine:
         if (deadline := self.core.next_deadline) is not None:
             delay_s = max(0.0, deadline - self._clock())
             self._deadline_timer = asyncio.get_running_loop().call_later(delay_s, self._end_overdue)
+
+    def _tell_seated(self) -> None:
+        for router_id, seated in self.core.take_seated():
+            if (link := self._links.get(router_id)) is not None:
+                link.send(seated)
 
     def _tell_connector(self) -> None:
         if self.core.kv is not None and self._kv_link is not None:

@@ -53,13 +53,15 @@ class LoadedSequences:
         self._running.settle(sequence)
         self._untold.append(sequence)
 
-    def introduce(self, budget: StepBudget) -> None:
+    def introduce(self, budget: StepBudget, now: float) -> None:
         """Tell the runner of them in the step that is being planned."""
         if self._untold or self._told:
             self._told, self._untold = [s for s in self._untold if s.status is Status.RUNNING], []
             for sequence in self._told:
                 if not sequence.known_to_runner:
                     budget.introduce(sequence)
+                if (times := sequence.record.hand_over) is not None and times.resumed_at is None:
+                    times.resumed_at = now
 
     def step_failed(self) -> None:
         """The runner may not have read the plan."""

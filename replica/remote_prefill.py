@@ -15,6 +15,7 @@ from math import inf
 
 from replica.block_manager import BlockManager
 from replica.hand_over_messages import KVSource, Seated
+from replica.hand_over_times import HandOverTimes
 from replica.loaded_sequences import LoadedSequences
 from replica.messages import RouterId
 from replica.remote_loads import Loader
@@ -63,9 +64,15 @@ class RemotePrefills:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    @property
+    def waiting(self) -> list[Sequence]:
+        """For a seat, for `Continue`, or for blocks."""
+        return list(self._waiting.values())
+
     def accept(self, sequence: Sequence, source: KVSource) -> None:
         """It was accepted, and is in no queue yet."""
         sequence.remote = Remote(source)
+        sequence.record.hand_over = HandOverTimes()
         self._waiting[sequence.seq_id] = sequence
         self.num_tokens += sequence.num_tokens
         self.num_unseated += 1

@@ -69,7 +69,7 @@ class RunningWork:
         if self._counters.preemptions != num_preemptions:
             decodes = self._running.still(decodes)
             self._prefills = [s for s in prefills if s.status is Status.RUNNING]
-        self._loaded.introduce(budget)
+        self._loaded.introduce(budget, now)
         if stalled:
             decodes = decodes.only(~np.isin(decodes.rows, stalled))
         if decodes:

@@ -27,6 +27,7 @@ from replica.accounts import MAX_ACCOUNTS, EndedSequences, Queue, account, oldes
 from replica.block_manager import BlockManager
 from replica.config import SchedulerConfig
 from replica.displacement import Displacement
+from replica.hand_over_times import look_at_blocks
 from replica.kv_transfer import KVTransfer, is_loading
 from replica.loaded_sequences import LoadedSequences
 from replica.messages import (
@@ -166,6 +167,9 @@ class Scheduler:
     def go_on(self, sequence: Sequence, token_ids: list[int], now: float) -> None:
         """Its router has the word of who computed its prompt: these tokens, or none."""
         queue = self.blocked if self.blocked.holds(sequence) else self._queue_of(sequence)
+        if (times := sequence.record.hand_over) is not None:
+            look_at_blocks([sequence], now)
+            times.continued_at = now
         if sequence.status is Status.RUNNING:
             self.remote.go_on(sequence, token_ids, now)
             return
@@ -221,6 +225,8 @@ class Scheduler:
         """The next step, or None when there is nothing to compute and nothing to tell the runner."""
         assert not self._in_step, "update() the last step first"
         rules, self._planned_at = self._rules, now
+        if self.remote:
+            look_at_blocks(self.remote.waiting, now)
         self._most_running = max(rules.config.max_num_seqs, min(self._most_running, len(self.running)))
         budget = StepBudget(rules.max_batched, rules.lanes())
         self._displacement.make_way(rules, now)

@@ -6,6 +6,7 @@ Only what is out of the ordinary is written down, so steady decoding costs nothi
 
 from __future__ import annotations
 
+from replica.hand_over_times import HandOverTimes
 from replica.messages import Chunk, Preempted, PreemptionCause, WaitCause
 
 #: pieces of a prompt that are told one by one; of longer prompts the first ones and the number of all
@@ -21,6 +22,7 @@ class SequenceRecord:
         "chunks",
         "end_asked_at",
         "grammar_s",
+        "hand_over",
         "lacks_since",
         "looked_at",
         "num_chunks",
@@ -47,6 +49,8 @@ class SequenceRecord:
         self.waits: dict[WaitCause, float] | None = None
         #: seconds in which its grammar was compiled
         self.grammar_s = 0.0
+        #: its prompt is, or was, to be computed elsewhere
+        self.hand_over: HandOverTimes | None = None
         #: when it was ended while the runner worked on it
         self.end_asked_at: float | None = None
         self.chunks: list[Chunk] = []

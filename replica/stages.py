@@ -87,6 +87,11 @@ class Stages(WireRecord, frozen=True):
     waits: dict[WaitCause, float] = {}
     #: of the stage `queued`, the time in which its grammar was compiled
     grammar_s: float = 0.0
+    #: where another replica was to compute its prompt, of the stage `prefill`: with a seat until `Continue`, from there
+    #: to its next step, and the part of the transfer that lies in the first
+    away_s: float = 0.0
+    transfer_wait_s: float = 0.0
+    transfer_hidden_s: float = 0.0
 
     def by_stage(self) -> dict[str, float]:
         """Seconds by stage, as far as it got."""

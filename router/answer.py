@@ -54,6 +54,10 @@ class Answer:
         self.prompts: list[tuple[int, list[TokenLogprobs]]] = []
 
     @property
+    def served_by(self) -> str:
+        return self._stream.served_by
+
+    @property
     def is_complete(self) -> bool:
         return self._num_unfinished == 0
 

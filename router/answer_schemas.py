@@ -52,6 +52,8 @@ _CALL_DELTA = _object(
 )
 _HEAD = {"id": _TEXT, "object": _TEXT, "created": _COUNT, "model": _TEXT}
 _PROMPT_LOGPROBS = _or_null(_list({"type": ["object", "null"]}))
+#: where it was asked for: what another request carries
+_PARAMS: Schema = {"type": "object"}
 _ENDING = {"finish_reason": _REASON, "stop_reason": _STOP_REASON}
 
 ANSWERS: dict[str, Schema] = {
@@ -107,8 +109,9 @@ ANSWERS: dict[str, Schema] = {
                 )
             ),
             "usage": _ref("Usage"),
+            "kv_transfer_params": _PARAMS,
         },
-        ("usage",),  # of a stream only when asked for
+        ("usage", "kv_transfer_params"),  # of a stream only when asked for
     ),
     "ChatCompletion": _object(
         {
@@ -137,8 +140,9 @@ ANSWERS: dict[str, Schema] = {
             "usage": _ref("Usage"),
             "prompt_token_ids": _IDS,
             "prompt_logprobs": _PROMPT_LOGPROBS,
+            "kv_transfer_params": _PARAMS,
         },
-        ("prompt_token_ids", "prompt_logprobs"),
+        ("prompt_token_ids", "prompt_logprobs", "kv_transfer_params"),
     ),
     "ChatCompletionChunk": _object(
         {

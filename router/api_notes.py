@@ -110,6 +110,13 @@ NOTES: dict[str, Note] = {
         SAME,
         "no `continuous_usage_stats`; obfuscation instead",
     ),
+    "kv_transfer_params": Note(
+        "for a proxy that has one request compute a prompt and another one decode: with `do_remote_decode` the KV is "
+        "kept where the server has tiers, and the answer has `kv_transfer_params` for the other. Blocks are found by "
+        "the prompt, so `remote_*` decides nothing, and other keys are passed over. Not with `stream`",
+        "fetches from the address that it names",
+        NONE,
+    ),
     "cache_salt": Note("prefixes are shared only between equal salts", SAME, NONE),
     "priority": Note("lower is earlier; 0 unless the server orders by priority", "ignored when it does not", NONE),
     "deadline_ms": Note(

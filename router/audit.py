@@ -14,14 +14,18 @@ from router.sequence_names import SequenceNames
 from router.tracked import State
 
 #: what may be lost
-WHAT = ("streams", "requests", "held", "unanswered", "placed", "names")
+WHAT = ("streams", "requests", "held", "unanswered", "placed", "names", "hand_overs")
 
 
 def audit(
-    dispatcher: Dispatcher, streams: Collection[RequestId], names: SequenceNames, linked: Collection[ReplicaId]
+    dispatcher: Dispatcher,
+    streams: Collection[RequestId],
+    names: SequenceNames,
+    linked: Collection[ReplicaId],
+    hand_overs: Collection[RequestId] = (),
 ) -> Counter[str]:
     """Counts of what is lost, none of them 0. `streams`: the requests whose clients wait; `linked`: the replicas that
-    there is a link to.
+    there is a link to; `hand_overs`: the requests that wait for another replica's work.
     """
     requests, views = dispatcher._requests, dispatcher.views
     unanswered: Counter[ReplicaId] = Counter()
@@ -41,7 +45,9 @@ def audit(
             "unanswered": sum(abs(v.unanswered_sequences - unanswered[v.replica_id]) for v in views.values()),
             # at a replica that is gone
             "placed": sum(r.replica_id is not None and r.replica_id not in views for r in requests.values())
-            + sum(replica_id not in linked for replica_id in views),
+            + sum(replica_id not in linked for replica_id in dispatcher.all_views),
+            # of a request that is over
+            "hand_overs": sum(request_id not in requests for request_id in hand_overs),
             # of sequences whose request is over
             "names": sum(request_id not in streams for request_id in names.requests()),
         }

@@ -46,6 +46,11 @@ class Health(msgspec.Struct, frozen=True):
 class GenerationStream(Protocol):
     """One accepted request. Used from one event loop only."""
 
+    @property
+    def served_by(self) -> str:
+        """NAME@HOST:PORT of the replica that has it, or had it last; empty: none."""
+        ...
+
     def __aiter__(self) -> AsyncIterator[list[TokenEvent]]:
         """One list per engine step; ends after the last sequence has finished.
 

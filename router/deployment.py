@@ -22,10 +22,10 @@ from replica.messages import RouterId
 from router import membership
 from router.app import create_app
 from router.app_settings import AppSettings
-from router.dispatcher import Dispatcher
 from router.grammar_worker import GrammarChecker
 from router.live_backend import LiveBackend
 from router.live_settings import LiveSettings
+from router.pairing import PairingDispatcher
 from router.placement import POLICIES
 from router.tenant_desk import TenantDesk
 from router.tenant_source import TenantRules, TenantSource
@@ -50,7 +50,7 @@ class Router:
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
-        replicas: DeploymentHandle[Any],
+        replicas: list[DeploymentHandle[Any]],
         model: str,
         model_source: ModelSource,
         settings: Mapping[str, Any],
@@ -74,7 +74,7 @@ class Router:
         now = live(config, {})
         self.settings = _complete({**settings, "router_name": router_id, "policy": now.order_policy}, tokenizer)
         self.backend = LiveBackend(
-            Dispatcher(now.dispatcher, POLICIES[now.placement]),
+            PairingDispatcher(now.dispatcher, POLICIES[now.placement], now.hand_over, router_id),
             router_id,
             self.settings.served_model_names[0],
             token=cluster_token(),
@@ -88,12 +88,13 @@ class Router:
         self._app = create_app(
             self.settings, tokenizer, self.backend, reason_against=self._grammars.reason_against, tenants=desk
         )
-        membership.LISTENERS.append((loop, self.backend.on_view))
+        membership.LISTENERS.append((loop, membership.Views(self.backend.on_view)))
         # any call makes Serve build its router for the handle, and with it our observer; that nobody is up yet is no
         # error
-        with contextlib.suppress(DeploymentUnavailableError, TimeoutError):
-            # a replica that is stopped must not keep a router from starting
-            await asyncio.wait_for(replicas.broadcast("describe").results_async(return_exceptions=True), 5)
+        for handle in replicas:
+            with contextlib.suppress(DeploymentUnavailableError, TimeoutError):
+                # a replica that is stopped must not keep a router from starting
+                await asyncio.wait_for(handle.broadcast("describe").results_async(return_exceptions=True), 5)
         gc.collect()
         gc.freeze()
 
@@ -114,6 +115,7 @@ class Router:
             return
         self._refused, self._overlay = "", user_config
         self.backend.dispatcher.configure(live.dispatcher, POLICIES[live.placement])
+        self.backend.dispatcher.desk.config = live.hand_over
         self.backend.config_number = live.number
         self._app.state.edge.look_at_priorities(live.order_policy)
 
@@ -159,7 +161,7 @@ def _complete(settings: Mapping[str, Any], tokenizer: Tokenizer) -> AppSettings:
 
 
 def router_deployment(
-    replicas: serve.Application,
+    replicas: list[serve.Application],
     *,
     num_routers: int,
     longest_stream_s: float,

@@ -58,6 +58,11 @@ class Dispatcher:
         return len(self._held)
 
     @property
+    def all_views(self) -> dict[ReplicaId, ReplicaView]:
+        """Of replicas of all roles."""
+        return self.views
+
+    @property
     def num_requests(self) -> int:
         return len(self._requests)
 

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from replica.messages import STEP_SECOND_BOUNDS, STEP_SEQUENCE_BOUNDS, STEP_TOKEN_BOUNDS, ReplicaId, ReplicaLoad
 from router import audit
+from router.breakdown import PARTS
 from router.dispatcher import Dispatcher
 from router.tier_metrics import TIER_BY_LABEL, TIER_COUNTERS, TIER_GAUGES
 
@@ -215,6 +216,8 @@ class RouterFigures(NamedTuple):
     router_id: str
     config_number: int = 0
     leaks: Mapping[str, int] = {}
+    #: of requests that ended well, by part
+    part_seconds: Mapping[str, float] = {}
 
 
 class _Collector(Collector):
@@ -226,7 +229,7 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "engine"]
-        loads = [([self._model_name, str(view.replica_id)], view.load) for view in self._dispatcher.views.values()]
+        loads = [([self._model_name, str(view.replica_id)], view.load) for view in self._dispatcher.all_views.values()]
         for name, text, read in (*_GAUGES, *TIER_GAUGES):
             gauge = GaugeMetricFamily(name, text, labels=labels)
             for values, load in loads:
@@ -263,6 +266,21 @@ class _Collector(Collector):
         for what in audit.WHAT:
             leaks.add_metric([self._model_name, self._own.router_id, what], self._own.leaks.get(what, 0))
         yield leaks
+        yield self._by_name(
+            "shoal_request_part_seconds",
+            "Where the time of requests that ended well went; transfer_hidden lies beside the others.",
+            "part",
+            {part: self._own.part_seconds.get(part, 0.0) for part in (*PARTS, "transfer_hidden")},
+        )
+        desk = getattr(self._dispatcher, "desk", None)
+        figures = {} if desk is None else desk.counters
+        yield self._by_name("shoal_hand_overs", "Where prompts were computed, and what failed.", "what", figures)
+
+    def _by_name(self, name: str, text: str, label: str, figures: Mapping[str, float]) -> Metric:
+        counter = CounterMetricFamily(name, text, labels=["model_name", "router", label])
+        for value, figure in figures.items():
+            counter.add_metric([self._model_name, self._own.router_id, value], figure)
+        return counter
 
     def _cache_config(self) -> Metric:
         names = ("block_size", "num_gpu_blocks", "kv_cache_size_tokens", "enable_prefix_caching")
@@ -271,7 +289,7 @@ class _Collector(Collector):
             "Always 1; the labels describe the KV cache of a replica.",
             labels=["model_name", "engine", *names],
         )
-        for view in self._dispatcher.views.values():
+        for view in self._dispatcher.all_views.values():
             told = self._metadata.get(view.replica_id, {})
             block_size = told.get("block_size", "")
             num_blocks = view.load.num_blocks

@@ -16,6 +16,7 @@ from router.answer import Answer, Delta
 from router.answer_parts import delta_object, message_object
 from router.backend import TokenEvent
 from router.choice import Choice
+from router.kv_transfer_params import answered
 from router.message_parts import MessageDelta
 from router.sse import DONE, ChunkEncoder
 
@@ -24,6 +25,8 @@ _encode = msgspec.json.Encoder().encode
 
 class NothingToGenerate:
     """A `GenerationStream` for max_tokens 0 (echo alone): every sequence ends at once, without a replica."""
+
+    served_by = ""
 
     def __init__(self, num_sequences: int) -> None:
         self._num_sequences = num_sequences
@@ -73,6 +76,9 @@ async def whole_answer(
             body["prompt_token_ids"] = prepared.prompts[0]
         if prepared.request.prompt_logprobs is not None:
             body["prompt_logprobs"] = answer.parts[0].take_prompt_logprobs()
+    params = prepared.request.kv_transfer_params
+    if params is not None and params.do_remote_decode:
+        body["kv_transfer_params"] = answered(prepared.response_id, answer.served_by, prepared.prompts)
     return _encode(body)
 
 

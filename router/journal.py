@@ -44,7 +44,17 @@ class Event(msgspec.Struct, frozen=True, gc=False):
 class Entry:
     """One request."""
 
-    __slots__ = ("_first", "_last", "header_id", "num_events", "opened_at", "outcome", "request_id", "stages")
+    __slots__ = (
+        "_first",
+        "_last",
+        "header_id",
+        "num_events",
+        "opened_at",
+        "outcome",
+        "prefill_stages",
+        "request_id",
+        "stages",
+    )
 
     def __init__(self, request_id: RequestId, now: float, header_id: str) -> None:
         self.request_id = request_id
@@ -58,6 +68,8 @@ class Entry:
         self.outcome: str | None = None
         #: index -> where its latest stages were told, and these
         self.stages: dict[int, tuple[ReplicaId, Stages]] = {}
+        #: the same of the replica that computed its prompt, if that was another one, and when it told
+        self.prefill_stages: dict[int, tuple[ReplicaId, Stages, float]] = {}
 
     def add(self, event: Event) -> None:
         self.num_events += 1
@@ -117,6 +129,12 @@ class Journal:
         """A replica told where the time of a sequence went; the later word counts."""
         if (entry := self.of(request_id)) is not None:
             entry.stages[index] = (replica_id, stages)
+
+    def told_of_leg(self, request_id: RequestId, index: int, replica_id: ReplicaId, stages: Stages, now: float) -> None:
+        """The same of a prefill replica."""
+        if (entry := self.of(request_id)) is not None:
+            entry.prefill_stages[index] = (replica_id, stages, now)
+            entry.stages[index] = (replica_id, stages)  # until its decode replica tells
 
     def end(self, request_id: RequestId, outcome: str) -> None:
         """Nothing more will be decided about it. The first outcome counts."""

@@ -12,6 +12,7 @@ from replica.errors import DeadlineExceededError, NoReplicaError, QueueFullError
 from replica.messages import (
     HEARTBEAT_S,
     Abort,
+    Continue,
     Draining,
     Explained,
     FinishReason,
@@ -20,7 +21,9 @@ from replica.messages import (
     ReplicaId,
     RequestId,
     ResetDone,
+    Role,
     RouterId,
+    Seated,
     SequenceOutput,
     StepOutput,
     Submit,
@@ -29,18 +32,19 @@ from replica.messages import (
 )
 from router.audit import audit
 from router.backend import Health
+from router.breakdown import breakdown
 from router.cache_reset import CacheResets
-from router.dispatcher import Dispatcher
 from router.engine_metrics import RouterFigures, render_metrics
-from router.instructions import Dispatch, Fail, Instruction, Refuse, SendAbort
+from router.instructions import Dispatch, DispatchPrefill, Fail, Instruction, Refuse, SendAbort, SendContinue
 from router.journal import FAILED, REFUSED
+from router.live_answers import LiveAnswers
 from router.live_stream import LiveStream
 from router.outcomes import failure_error, final_error, refusal_error
-from router.questions import Answers, Questions
+from router.pairing import PairingDispatcher
+from router.prefill_legs import first_tokens, leg_of
 from router.replica_client import ReplicaClient
 from router.replica_view import MAX_SILENCE_S, ReplicaView
 from router.sequence_names import SequenceNames
-from router.why import explain, living, num_living
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,7 @@ class LiveBackend:
 
     def __init__(
         self,
-        dispatcher: Dispatcher,
+        dispatcher: PairingDispatcher,
         router_id: RouterId,
         model_name: str,
         *,
@@ -76,7 +80,7 @@ class LiveBackend:
         self._known: dict[ReplicaId, Mapping[str, str]] = {}
         self._streams: dict[RequestId, LiveStream] = {}
         self._resets = CacheResets(lambda replica_id, message: self._clients[replica_id].send(message))
-        self._questions = Questions(lambda replica_id, message: self._clients[replica_id].send(message))
+        self._answers = LiveAnswers(dispatcher, router_id, self._clients, clock, wall_clock)
         self._names = SequenceNames()
         self._timer: asyncio.TimerHandle | None = None
         #: when it strikes, by our clock
@@ -87,6 +91,8 @@ class LiveBackend:
         self._closing: set[asyncio.Task[None]] = set()
         #: what was found lost, by what: nothing, if we made no mistake
         self.num_leaks: Counter[str] = Counter()
+        #: of requests that ended well, seconds by part (`router/breakdown.py`)
+        self.part_seconds: dict[str, float] = {}
 
     # ---- router.backend.Backend ----
 
@@ -127,6 +133,8 @@ class LiveBackend:
         now = self._clock()
         up = [view for view in self.dispatcher.views.values() if view.is_placeable(now)]
         detail: dict[str, object] = {"replicas_up": len(up), "replicas_known": len(self._known)}
+        if prefill := self.dispatcher.desk.views:  # without them decode replicas compute prompts
+            detail["prefill_replicas_up"] = sum(view.is_placeable(now) for view in prefill.values())
         if not up:
             states = Counter(view.state(now) for view in self.dispatcher.views.values())
             others = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
@@ -138,53 +146,27 @@ class LiveBackend:
 
     def audit(self) -> Counter[str]:
         """What is lost now, by what."""
-        return audit(self.dispatcher, self._streams, self._names, self._clients)
+        desk = self.dispatcher.desk
+        return audit(self.dispatcher, self._streams, self._names, self._clients, desk.requests())
 
     def metrics_text(self) -> bytes:
-        own = RouterFigures(self.router_id, self.config_number, self.num_leaks)
+        own = RouterFigures(self.router_id, self.config_number, self.num_leaks, self.part_seconds)
         return render_metrics(self.dispatcher, self._known, self._model_name, own)
 
     async def reset_prefix_cache(self, timeout_s: float) -> int:
         return await self._resets.run([i for i in self._clients if i in self._known], timeout_s)
 
     async def explain(self, name: str, timeout_s: float) -> dict[str, object] | None:
-        entry, namesakes = self.journal.of(RequestId(name)), self.journal.under(name)
-        if entry is None and namesakes:
-            entry = namesakes[0]
-        request_id = RequestId(name) if entry is None else entry.request_id
-        answers = await self._ask(request_id, 0, timeout_s)
-        accounts = {replica_id: answer.accounts for replica_id, answer in answers.items()}
-        told = explain(entry, accounts, self._clock(), self._wall_clock())
-        if told is None:
-            return None
-        others = [other.request_id for other in namesakes if other is not entry]
-        return {"request_id": request_id, "same_x_request_id": others, **self._who_answered(answers), **told}
+        return await self._answers.explain(name, timeout_s)
 
     async def living(self, limit: int, timeout_s: float) -> dict[str, object]:
-        answers = await self._ask("", limit, timeout_s)
-        entries = list(self.journal.living())
-        accounts = {replica_id: answer.accounts for replica_id, answer in answers.items()}
-        counts = {replica_id: answer.num_requests for replica_id, answer in answers.items()}
-        return {
-            **self._who_answered(answers),
-            "num_requests": num_living(entries, counts),
-            "requests": living(entries, accounts, self.router_id, self._clock(), limit),
-        }
-
-    async def _ask(self, request_id: str, limit: int, timeout_s: float) -> Answers:
-        return await self._questions.ask(self._connected(), request_id, limit, timeout_s)
-
-    def _connected(self) -> list[ReplicaId]:
-        return [r for r, view in self.dispatcher.views.items() if view.is_connected and r in self._clients]
-
-    def _who_answered(self, answers: Answers) -> dict[str, object]:
-        return {"router_id": self.router_id, "silent_replicas": [r for r in self._connected() if r not in answers]}
+        return await self._answers.living(limit, timeout_s)
 
     def status(self) -> dict[str, object]:
         now = self._clock()
         replicas = [
             view.describe(self._known.get(view.replica_id, {}).get("description", ""), now)
-            for view in self.dispatcher.views.values()
+            for view in self.dispatcher.all_views.values()
         ]
         return {
             "router_id": self.router_id,
@@ -208,8 +190,8 @@ class LiveBackend:
             self._known[replica_id] = metadata
             if replica_id in self._clients:  # it was gone for a moment: the controller restarted, say
                 self._clients[replica_id].wants_reconnect = True
-                if replica_id in self.dispatcher.views:
-                    self.dispatcher.views[replica_id].is_draining = False
+                if (view := self.dispatcher.view_of(replica_id)) is not None:
+                    view.is_draining = False
                 continue
             self._clients[replica_id] = ReplicaClient(
                 replica_id,
@@ -224,7 +206,7 @@ class LiveBackend:
             del self._known[replica_id]
             self._clients[replica_id].wants_reconnect = False
             self.dispatcher.on_draining(replica_id)
-            if replica_id not in self.dispatcher.views:
+            if self.dispatcher.view_of(replica_id) is None:
                 self._drop_client(replica_id)  # it was not connected: nothing to wait for
 
     def stop_holding(self, within_s: float) -> None:
@@ -250,9 +232,12 @@ class LiveBackend:
 
     def _on_message(self, replica_id: ReplicaId, message: UpMessage) -> None:
         now = self._clock()
-        if replica_id not in self.dispatcher.views and replica_id in self._known:
+        if self.dispatcher.view_of(replica_id) is None and replica_id in self._known:
             metadata = self._known[replica_id]
-            self.dispatcher.add_replica(ReplicaView(replica_id, metadata["address"], metadata.get("incarnation", "")))
+            role = Role(metadata.get("role", Role.BOTH))
+            view = ReplicaView(replica_id, metadata["address"], metadata.get("incarnation", ""), role)
+            view.kv_bytes_per_token = float(metadata.get("kv_bytes_per_token", 0))
+            self.dispatcher.add_replica(view)
         match message:
             case StepOutput():
                 self._on_step(replica_id, message, now)
@@ -263,30 +248,42 @@ class LiveBackend:
                 )
             case Grant():
                 self._carry_out(self.dispatcher.on_grant(replica_id, message, now))
+            case Seated():
+                self.dispatcher.on_seated(replica_id, message, now)
+                self._carry_out([])
             case Draining():
                 self.dispatcher.on_draining(replica_id)
             case ResetDone(reset_id=reset_id):
                 self._resets.answered(replica_id, reset_id)
             case Explained():
-                self._questions.answered(replica_id, message)
+                self._answers.questions.answered(replica_id, message)
 
     def _on_step(self, replica_id: ReplicaId, message: StepOutput, now: float) -> None:
-        view = self.dispatcher.views.get(replica_id)
+        view = self.dispatcher.view_of(replica_id)
         if view is None:
             return
         by_request: dict[RequestId, list[SequenceOutput]] = {}
         for output in self._names.expand(replica_id, message, self._streams):
             by_request.setdefault(output.request_id, []).append(output)
         for request_id, outputs in by_request.items():
-            stream = self._streams.get(request_id)
-            if stream is not None and self.dispatcher.is_working_on(request_id, replica_id):
-                try:
-                    self._deliver(stream, replica_id, outputs, now)
-                except Exception as error:
-                    self._end_broken(request_id, error)
+            if request_id not in self._streams:
+                outputs = first_tokens(self.dispatcher, replica_id, outputs, self._max_tokens, now)
+                if not outputs:  # late output of a request that is over, nearly always
+                    continue
+                request_id = outputs[0].request_id
+            elif not self.dispatcher.is_working_on(request_id, replica_id):
+                continue
+            try:
+                self._deliver(self._streams[request_id], replica_id, outputs, now)
+            except Exception as error:
+                self._end_broken(request_id, error)
         self._carry_out(self.dispatcher.on_load(replica_id, message.load, now))
         if not view.is_connected:
             self._carry_out(self.dispatcher.on_connected(replica_id, now))
+
+    def _max_tokens(self, request_id: RequestId, index: int) -> int:
+        sequences = self._streams[request_id].request.sequences
+        return next(sequence.sampling.max_tokens for sequence in sequences if sequence.index == index)
 
     def _deliver(self, stream: LiveStream, replica_id: ReplicaId, outputs: list[SequenceOutput], now: float) -> None:
         request_id = stream.request.request_id
@@ -304,7 +301,10 @@ class LiveBackend:
             return
         for output in outputs:
             if output.stages is not None:
-                self.journal.told(request_id, output.index, replica_id, output.stages)
+                if replica_id in self.dispatcher.desk.views:
+                    self.journal.told_of_leg(request_id, output.index, replica_id, output.stages, now)
+                else:
+                    self.journal.told(request_id, output.index, replica_id, output.stages)
                 self.dispatcher.began(request_id, output.index)
         kept = [o for o in outputs if o.finish_reason not in (FinishReason.MOVED, FinishReason.ERROR)]
         if any(output.new_token_ids for output in kept):
@@ -315,15 +315,13 @@ class LiveBackend:
             # the step failed, not the request: the others of its sequences are taken along to the next attempt
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_failed(request_id, now)])
         elif stream.is_finished:
-            self.journal.note(request_id, now, "all tokens here")
-            self.dispatcher.finish(request_id)
-            self._forget(request_id)
+            self._finished(request_id)
         elif FinishReason.MOVED in ends:
             self._carry_out([SendAbort(request_id, replica_id), *self.dispatcher.on_moved(request_id, now)])
 
     def _on_broken(self, replica_id: ReplicaId) -> None:
         self._names.forget_replica(replica_id)
-        self._questions.gone(replica_id)
+        self._answers.questions.gone(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._clock()))
         if replica_id not in self._known:
             self._drop_client(replica_id)
@@ -331,7 +329,7 @@ class LiveBackend:
     def _drop_client(self, replica_id: ReplicaId) -> None:
         client = self._clients.pop(replica_id, None)
         self._resets.gone(replica_id)
-        self._questions.gone(replica_id)
+        self._answers.questions.gone(replica_id)
         if client is not None:
             task = asyncio.create_task(client.close())
             self._closing.add(task)
@@ -345,9 +343,17 @@ class LiveBackend:
             self._clients[replica_id].send(Abort(request_id, indices))
         stream = self._streams.get(request_id)
         if stream is not None and stream.is_finished:
-            self.journal.note(request_id, self._clock(), "all tokens here")
-            self.dispatcher.finish(request_id)
-            self._forget(request_id)
+            self._finished(request_id)
+            self._carry_out([])
+
+    def _finished(self, request_id: RequestId) -> None:
+        now = self._clock()
+        self.journal.note(request_id, now, "all tokens here")
+        if (entry := self.journal.of(request_id)) is not None:
+            for part, seconds in breakdown(entry, now).items():
+                self.part_seconds[part] = self.part_seconds.get(part, 0.0) + seconds
+        self.dispatcher.finish(request_id)
+        self._forget(request_id)
 
     def _abort(self, request_id: RequestId) -> None:
         if self._forget(request_id) is not None:
@@ -360,11 +366,14 @@ class LiveBackend:
     # ---- orders ----
 
     def _carry_out(self, instructions: list[Instruction]) -> None:
-        for instruction in instructions:
-            try:
-                self._carry_out_one(instruction)
-            except Exception as error:
-                self._end_broken(instruction.request_id, error)
+        orders = [*instructions, *self.dispatcher.take_orders()]
+        while orders:
+            for instruction in orders:
+                try:
+                    self._carry_out_one(instruction)
+                except Exception as error:
+                    self._end_broken(instruction.request_id, error)
+            orders = self.dispatcher.take_orders()
         for replica_id, ask in self.dispatcher.asks(self._clock()):
             if replica_id in self._clients:
                 self._clients[replica_id].send(ask)
@@ -373,11 +382,20 @@ class LiveBackend:
     def _carry_out_one(self, instruction: Instruction) -> None:
         match instruction:
             case Dispatch(request_id=request_id, replica_id=replica_id, epoch=epoch):
-                request = self._streams[request_id].to_submit(instruction.is_returning)
+                stream = self._streams[request_id]
+                stream.served_by = f"{replica_id}@{self.dispatcher.views[replica_id].address}"
+                request = stream.to_submit(instruction.is_returning, instruction.kv_source)
                 self._clients[replica_id].send(Submit(request, epoch, instruction.permit))
             case SendAbort(request_id=request_id, replica_id=replica_id):
                 if replica_id in self._clients:
-                    self._clients[replica_id].send(Abort(request_id))
+                    self._clients[replica_id].send(Abort(request_id, instruction.indices))
+            case DispatchPrefill(replica_id=replica_id):
+                leg = leg_of(self._streams[instruction.request_id].request, instruction)
+                self._clients[replica_id].send(Submit(leg))
+            case SendContinue(request_id=request_id, replica_id=replica_id):
+                if replica_id in self._clients:
+                    word = Continue(request_id, instruction.hand_over, instruction.tokens)
+                    self._clients[replica_id].send(word)
             case Refuse(request_id=request_id):
                 self._end(request_id, refusal_error(instruction))
             case Fail(request_id=request_id):

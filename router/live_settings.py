@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from router.disaggregation import HandOverConfig
+
 
 class DispatcherConfig(msgspec.Struct, frozen=True):
     """Limits of holding and retrying."""
@@ -39,3 +41,4 @@ class LiveSettings(msgspec.Struct, frozen=True):
     order_policy: str
     #: names the configuration: equal numbers, equal live values
     number: int
+    hand_over: HandOverConfig = HandOverConfig()

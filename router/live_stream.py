@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 import msgspec
 
 from replica.errors import ShoalError
-from replica.messages import GenerateRequest, RequestId, SequenceInput, SequenceOutput
+from replica.messages import GenerateRequest, KVSource, RequestId, SequenceInput, SequenceOutput
 from router.backend import TokenEvent
 from router.event_buffer import EventBuffer
 
@@ -25,6 +25,8 @@ class LiveStream:
         on_abort: Callable[[RequestId], None],
     ) -> None:
         self.request = request
+        #: NAME@HOST:PORT of the replica that has it, or had it last
+        self.served_by = ""
         self._on_finish = on_finish
         self._on_abort = on_abort
         self._emitted: dict[int, list[int]] = {sequence.index: [] for sequence in request.sequences}
@@ -48,10 +50,12 @@ class LiveStream:
         """False for a sequence that ended, here or at the replica."""
         return index in self._unfinished
 
-    def to_submit(self, is_returning: bool) -> GenerateRequest:
-        """The request as the next replica must see it: the unfinished sequences with their output so far."""
+    def to_submit(self, is_returning: bool, kv_source: KVSource | None = None) -> GenerateRequest:
+        """The request as the next replica must see it: the unfinished sequences with their output so far.
+        `kv_source`: another one computes the prompts.
+        """
         if not is_returning:
-            return self.request
+            return self.request if kv_source is None else msgspec.structs.replace(self.request, kv_source=kv_source)
         sequences = [
             _continued(sequence, self._emitted[sequence.index])
             for sequence in self.request.sequences

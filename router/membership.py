@@ -16,8 +16,21 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 
 View = Mapping[str, Mapping[str, str]]
 
-#: (loop, callback) pairs of this process; `Membership` is pickled by value, so it reaches this list by import
-LISTENERS: list[tuple[asyncio.AbstractEventLoop, Callable[[View], None]]] = []
+#: (loop, callback) pairs of this process; a callback is given a deployment and who runs in it. `Membership` is pickled
+#: by value, so it reaches this list by import
+LISTENERS: list[tuple[asyncio.AbstractEventLoop, Callable[[str, View], None]]] = []
+
+
+class Views:
+    """Of several deployments, one for each role: tells of all replicas together, since who is missing has left."""
+
+    def __init__(self, on_view: Callable[[View], None]) -> None:
+        self._on_view = on_view
+        self._views: dict[str, View] = {}
+
+    def __call__(self, deployment: str, view: View) -> None:
+        self._views[deployment] = view
+        self._on_view({replica_id: data for one in self._views.values() for replica_id, data in one.items()})
 
 
 class Membership(RequestRouter):
@@ -33,7 +46,7 @@ class Membership(RequestRouter):
 
         view = {replica.replica_id.unique_id: dict(replica.replica_metadata) for replica in replicas}
         for loop, callback in list(module.LISTENERS):
-            loop.call_soon_threadsafe(callback, view)
+            loop.call_soon_threadsafe(callback, str(self._deployment_id), view)
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None

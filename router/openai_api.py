@@ -15,7 +15,7 @@ import msgspec
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, ValidationError, WithJsonSchema
 
 from replica.errors import InvalidRequestError
-from router import field_schemas
+from router import field_schemas, kv_transfer_params
 from router.field_checks import (
     PROMPT_FORMS,
     check_allowed_token_ids,
@@ -25,6 +25,7 @@ from router.field_checks import (
     check_stop,
     check_stop_token_ids,
 )
+from router.kv_transfer_params import KVTransferParams, check_kv_transfer_params
 from router.message_checks import check_messages
 from router.openai_fields import (
     CHAT_REFUSED,
@@ -77,6 +78,9 @@ _Structured = Annotated[
 ]
 _Tools = Annotated[Any, WithJsonSchema(field_schemas.TOOLS)]
 _ToolChoice = Annotated[Any, WithJsonSchema(field_schemas.TOOL_CHOICE)]
+_KVTransferParams = Annotated[
+    KVTransferParams | None, PlainValidator(check_kv_transfer_params), WithJsonSchema(kv_transfer_params.SCHEMA)
+]
 _BOOL = "true or false"
 
 
@@ -138,6 +142,9 @@ class _CommonFields(BaseModel):
     )
     deadline_ms: float | None = Field(None, gt=0, le=MAX_DEADLINE_MS, description=DEADLINE_ALLOWED)
     request_id: str | None = Field(None, min_length=1, max_length=128, description="a string of 1 to 128 characters")
+    kv_transfer_params: _KVTransferParams = Field(
+        None, description="an object with do_remote_decode or do_remote_prefill, and what an answer said of it"
+    )
 
     @property
     def constraint(self) -> Constraint | None:

@@ -59,7 +59,6 @@ _COMMON: dict[str, Refused] = {
     "spaces_between_special_tokens": Refused("special tokens are joined as the tokenizer does it", (True,)),
     "return_token_offsets": Refused("not supported", (False,), "logprobs, whose text_offset tells them"),
     "return_prompt_text": Refused("not supported", (False,), "echo, or return_token_ids and /detokenize"),
-    "kv_transfer_params": Refused(_NO_TRANSFER),
     "ec_transfer_params": Refused(_NO_TRANSFER),
     "vllm_xargs": Refused("there are no plug-ins that could read it"),
     "repetition_detection": Refused("not supported", (), "frequency_penalty or repetition_penalty"),

@@ -23,6 +23,7 @@ Schema = dict[str, Any]
 RULES_OVER_FIELDS = (
     "stream_options only with stream true",
     "prompt_logprobs only without stream",
+    "kv_transfer_params.do_remote_decode only without stream",
     "top_logprobs above 0 only with logprobs true",
     "min_tokens at most max_tokens",
     "max_tokens 0 only in a completion with echo",

@@ -42,6 +42,11 @@ class PairingDispatcher(Dispatcher):
         """Of whichever role."""
         return self.views.get(replica_id) or self.desk.views.get(replica_id)
 
+    @property
+    def all_views(self) -> dict[ReplicaId, ReplicaView]:
+        """Of all roles."""
+        return {**self.desk.views, **self.views}
+
     def take_orders(self) -> list[Instruction]:
         """What hand-overs want done."""
         orders, self.desk.outbox = self.desk.outbox, []

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from replica.messages import KVSource, RefusalReason, ReplicaId, RequestId, Seated
 from router.disaggregation import HandOverConfig, Side, Verdict, decide, fallback_line, side
 from router.hand_over import HandOver, Stage
@@ -43,6 +45,10 @@ class PrefillDesk:
     def __contains__(self, request_id: RequestId) -> bool:
         """Some sequence of it is to be continued."""
         return request_id in self._hand_overs
+
+    def requests(self) -> list[RequestId]:
+        """Those that have two replicas, or wait for a seat."""
+        return list(self._hand_overs)
 
     # ---- decisions ----
 
@@ -93,7 +99,10 @@ class PrefillDesk:
         own = 0 if is_seated else -request.num_tokens
         at_decode = side(decode, num_uncached, request.num_tokens, own, line)
         best = self._best(request, line, now)
-        verdict = decide(self.config, at_decode, None if best is None else best[1], is_seated)
+        config = self.config
+        if decode.kv_bytes_per_token:
+            config = msgspec.structs.replace(config, bytes_per_token=decode.kv_bytes_per_token)
+        verdict = decide(config, at_decode, None if best is None else best[1], is_seated)
         what = "prompt is computed " + ("elsewhere" if verdict.is_remote else "where it decodes")
         self._journal.note(request.request_id, now, what, why=verdict.reason, **verdict.terms)
         return verdict

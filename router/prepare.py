@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from replica.errors import InvalidRequestError, UnknownModelError, UnsupportedValueError
-from replica.messages import GenerateRequest, RequestId, SequenceInput
+from replica.messages import GenerateRequest, KVSink, RequestId, SequenceInput
 from router.app_settings import AppSettings
 from router.detokenizer import Detokenizer
 from router.message_parts import ReplyPlan
@@ -158,6 +158,12 @@ def check_request(request: ChatOrCompletion, settings: AppSettings) -> int:
             f"priority is {request.priority}, which the policy {settings.policy!r} here does not look at; allowed: 0.",
             "priority",
         )
+    if request.stream and request.kv_transfer_params is not None and request.kv_transfer_params.do_remote_decode:
+        raise InvalidRequestError(
+            "kv_transfer_params.do_remote_decode is true and stream is true, but only a whole answer tells what was "
+            "kept; allowed: stream false.",
+            "kv_transfer_params",
+        )
     if (request.truncate_prompt_tokens or 0) > settings.max_model_len:
         raise InvalidRequestError(
             f"truncate_prompt_tokens is {request.truncate_prompt_tokens}, above the model's context of "
@@ -238,6 +244,11 @@ def prepare(
             order_key=(0.0, request.priority, now_s),
             cache_salt=request.cache_salt or "",
             deadline_s=deadline_s,
+            kv_sink=(
+                KVSink(response_id)
+                if request.kv_transfer_params is not None and request.kv_transfer_params.do_remote_decode
+                else None
+            ),
         ),
         echo_texts=prompts.echo_texts,
         reply=ReplyPlan() if plan is None else plan.reply,

@@ -24,6 +24,7 @@ class ReplicaView:
         "incarnation",
         "is_connected",
         "is_draining",
+        "kv_bytes_per_token",
         "load",
         "load_at",
         "num_news",
@@ -41,6 +42,8 @@ class ReplicaView:
         self.role = role
         self.address = address
         self.incarnation = incarnation
+        #: as it told Serve; 0: unknown
+        self.kv_bytes_per_token = 0.0
         self.is_connected = False
         self.is_draining = False
         self.load = ReplicaLoad()

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from replica.messages import ReplicaId, SequenceAccount, SequenceState, Stages, WaitCause
+from router.breakdown import breakdown, end_of
 from router.findings import findings
 from router.journal import GIVEN_BACK, LOST, TAKEN_AWAY, Entry
 
@@ -47,6 +48,8 @@ def explain(entry: Entry | None, accounts: Accounts, now: float, wall_now: float
             ],
             "events_left_out": entry.num_dropped_events,
         }
+        if (end := end_of(entry)) is not None:
+            told["parts_s"] = breakdown(entry, end)
     first = min(sequences, key=lambda s: _ORDER.index(s["state"]), default=None)
     told |= _standing(entry, first, now) | {"sequences": sequences}
     return told | {"findings": findings(told)}
@@ -144,6 +147,8 @@ def _stage_data(stages: Stages, request_id: str, submitted_at: float | None) -> 
         "waits_s": {cause.value: seconds for cause, seconds in stages.waits.items()},
         "waited_for": None if stages.waited_for is None else stages.waited_for.value,
         "grammar_s": stages.grammar_s,
+        "away_s": stages.away_s,
+        "transfer_wait_s": stages.transfer_wait_s,
         "put_back_s": stages.put_back_s,
         "num_preemptions": stages.num_preemptions,
         "preemptions": preemptions,

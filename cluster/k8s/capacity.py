@@ -12,6 +12,7 @@ from cluster.k8s.finding import Finding
 from cluster.k8s.operator_rules import Document, groups, ray_container
 from cluster.k8s.quantity import quantity
 from cluster.resources import Resources, fits
+from replica.messages import Role
 
 #: what a router takes (router/deployment.py)
 ROUTER = {"CPU": 0.1}
@@ -56,11 +57,11 @@ def check(service: Document, config: ClusterConfig, counts: Mapping[str, int]) -
     """`counts`: replicas by role."""
     found: list[Finding] = []
     all_groups = groups_of(service)
-    replica: Sequence[Resources] = config.bundles or [{"CPU": config.num_cpus_per_replica}]
-    strategy = config.rank_placement if config.bundles else "STRICT_PACK"
-    wanted: list[tuple[str, int, Sequence[Resources], str]] = [
-        (role, count, replica, strategy) for role, count in counts.items()
-    ]
+    wanted: list[tuple[str, int, Sequence[Resources], str]] = []
+    for role, count in counts.items():
+        ranks = config.of_role(Role(role)).bundles
+        strategy = config.rank_placement if ranks else "STRICT_PACK"
+        wanted.append((role, count, ranks or [{"CPU": config.num_cpus_per_replica}], strategy))
     # without a label routers share nodes with replicas, and take next to nothing there
     if config.node_label:
         wanted.insert(0, ("router", config.router.replicas, [ROUTER], "STRICT_PACK"))

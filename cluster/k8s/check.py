@@ -17,6 +17,7 @@ from cluster.k8s import capacity, operator_rules, roles, structural
 from cluster.k8s.finding import Finding
 from cluster.k8s.serve_check import PATH, parse
 from cluster.live_knobs import lay_over
+from cluster.role_config import DEPLOYMENTS
 from replica.errors import ConfigError
 
 _SCHEMAS = Path(__file__).parent / "schemas"
@@ -100,10 +101,11 @@ def _import_path(import_path: str, path: str) -> Iterator[Finding]:
 
 def _user_configs(application: Mapping[str, Any], config: ClusterConfig, path: str) -> Iterator[Finding]:
     told = {one["name"]: one.get("user_config") or {} for one in application.get("deployments") or []}
-    for name in told.keys() - {"Replica", "Router"}:
-        yield Finding(f"{path}.deployments", f"{name!r} is no deployment of Shoal; allowed: Replica, Router")
-    if told and told.get("Replica") != told.get("Router"):
-        yield Finding(f"{path}.deployments", "user_config of Replica and Router need to be the same")
+    names = [*(DEPLOYMENTS[role] for role in config.replicas.counts), "Router"]
+    for name in told.keys() - set(names):
+        yield Finding(f"{path}.deployments", f"{name!r} is no deployment here; allowed: {', '.join(names)}")
+    if told and any(told.get(name) != told.get("Router") for name in names):
+        yield Finding(f"{path}.deployments", f"user_config of {' and '.join(names)} need to be the same")
     try:
         lay_over(config.model_dump(), told.get("Router", {}))
     except ConfigError as error:

@@ -25,7 +25,7 @@ def serve_config(values: ChartValues) -> dict[str, Any]:
                 "route_prefix": "/",
                 "args": args_of(values),
                 "deployments": [
-                    {"name": name, "user_config": dict(values.userConfig)} for name in ("Replica", "Router")
+                    {"name": name, "user_config": dict(values.userConfig)} for name in _deployments(values)
                 ],
             }
         ],
@@ -55,6 +55,10 @@ def args_of(values: ChartValues) -> dict[str, Any]:
     if values.tenants.secretName:
         args["tenants"] = {"file": f"{TENANTS_FOLDER}/{values.tenants.key}"}
     return merged(args, values.config)
+
+
+def _deployments(values: ChartValues) -> list[str]:
+    return ["Prefill", "Decode", "Router"] if values.disaggregation.enabled else ["Replica", "Router"]
 
 
 def _replicas(values: ChartValues) -> dict[str, int]:

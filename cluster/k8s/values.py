@@ -21,6 +21,8 @@ DERIVED = {
     "served_model_name": "model.servedName",
     "max_model_len": "model.maxLen",
     "replicas.both": "replicas",
+    "replicas.prefill": "disaggregation.prefill.replicas",
+    "replicas.decode": "disaggregation.decode.replicas",
     "autoscaling.max_replicas": "autoscaler.maxReplicas",
     "tensor_parallel_size": "tensorParallel",
     "num_gpus_per_replica": "device, tensorParallel",
@@ -284,6 +286,18 @@ def values_of(config: ClusterConfig) -> dict[str, Any]:
             put(values, place, value)
     if (most := config.autoscaling.max_replicas) is not None:
         values["autoscaler"] = {"enabled": True, "maxReplicas": most}
+    if config.replicas.prefill or config.replicas.decode:
+        if config.replicas.both or not config.replicas.prefill:
+            raise ConfigError(
+                f"replicas.both is {config.replicas.both}, replicas.prefill {config.replicas.prefill} and "
+                f"replicas.decode {config.replicas.decode}; the chart offers replicas of both, or of prefill and decode"
+            )
+        del values["replicas"]
+        values["disaggregation"] = {
+            "enabled": True,
+            "prefill": {"replicas": config.replicas.prefill},
+            "decode": {"replicas": config.replicas.decode},
+        }
     default = dict(flat(ClusterConfig().model_dump(mode="json")))
     rest = {key: value for key, value in given.items() if key not in DERIVED and value != default.get(key)}
     for key, value in rest.items():

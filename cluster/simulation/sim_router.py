@@ -136,7 +136,11 @@ class SimRouter:
         record.token_times_s += [self._events.now] * len(output.new_token_ids)
         if output.stages is not None:
             record.stages = output.stages
-            self.dispatcher.journal.told(output.request_id, output.index, replica_id, output.stages)
+            journal, now = self.dispatcher.journal, self._events.now
+            if replica_id in self.dispatcher.desk.views:
+                journal.told_of_leg(output.request_id, output.index, replica_id, output.stages, now)
+            else:
+                journal.told(output.request_id, output.index, replica_id, output.stages)
             self.dispatcher.began(output.request_id, output.index)
         if output.new_token_ids:
             self.dispatcher.progressed(output.request_id)

@@ -25,8 +25,9 @@ from replica.messages import RouterId
 from replica.runner_thread import PacedRunner, RunnerThread
 from router.app import create_app
 from router.app_settings import AppSettings
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
+from router.pairing import PairingDispatcher
 from router.placement import least_tokens
 from router.prepare import TextCodec
 from router.tenant_desk import TenantDesk
@@ -214,7 +215,7 @@ async def plane(
             stack.push_async_callback(replica.close)
             await replica.start()
         router_id = RouterId("router-0")
-        backend = LiveBackend(Dispatcher(dispatcher, least_tokens), router_id, settings.served_model_names[0])
+        backend = LiveBackend(PairingDispatcher(dispatcher, least_tokens), router_id, settings.served_model_names[0])
         stack.push_async_callback(backend.close)
         cluster = ClusterUnderTest(replicas, [backend])
         cluster.publish_view()

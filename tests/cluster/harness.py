@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -16,13 +16,15 @@ from replica.audit import audit
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner
-from replica.messages import GenerateRequest, RequestId, RouterId, SamplingParams, SequenceInput
+from replica.messages import GenerateRequest, RequestId, Role, RouterId, SamplingParams, SequenceInput
 from replica.runner_thread import RunnerThread
 from replica.service import ReplicaService
 from replica.step import RunnerInfo, StepPlan, StepResult
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.disaggregation import HandOverConfig
+from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
 from router.live_stream import LiveStream
+from router.pairing import PairingDispatcher
 from router.placement import least_tokens
 
 
@@ -83,8 +85,11 @@ def _without_first(result: StepResult, seq_id: int, why: str) -> StepResult:
 class ReplicaUnderTest:
     """One engine with its service."""
 
-    def __init__(self, name: str, config: EngineConfig, num_blocks: int, is_open: bool) -> None:
+    role = Role.BOTH
+
+    def __init__(self, name: str, config: EngineConfig, num_blocks: int, is_open: bool, role: Role = Role.BOTH) -> None:
         self.name = name
+        self.role = role
         fake = FakeModelRunner(num_blocks=num_blocks, block_size=config.cache.block_size, cost=CostModel(0, 0, 0, 0))
         self.runner = GatedRunner(fake)
         if is_open:
@@ -124,7 +129,7 @@ class ClusterUnderTest:
     def publish_view(self, *absent: str) -> None:
         """What Serve's membership would tell every router: all replicas but `absent`."""
         view = {
-            replica.name: {"address": replica.address, "incarnation": replica.name}
+            replica.name: {"address": replica.address, "incarnation": replica.name, "role": replica.role.value}
             for replica in self.replicas
             if replica.name not in absent
         }
@@ -142,24 +147,30 @@ async def cluster(
     max_num_seqs: int = 8,
     num_blocks: int = 256,
     dispatcher: DispatcherConfig = DispatcherConfig(),
+    roles: Sequence[Role] | None = None,
+    hand_over: HandOverConfig = HandOverConfig(),
 ) -> AsyncIterator[ClusterUnderTest]:
-    """Everything up and connected; everything down at the end, whatever the test did."""
+    """Everything up and connected; everything down at the end, whatever the test did. `roles`: of each replica."""
     config = EngineConfig(
         cache=CacheConfig(block_size=8),
         scheduler=SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=max_num_seqs),
         admission=AdmissionConfig(max_queued_requests=cap),
     )
-    replicas = [ReplicaUnderTest(f"replica-{i}", config, num_blocks, is_open) for i in range(num_replicas)]
+    roles = roles or [Role.BOTH] * num_replicas
+    replicas = [ReplicaUnderTest(f"replica-{i}", config, num_blocks, is_open, role) for i, role in enumerate(roles)]
     for replica in replicas:
         await replica.start()
     routers = [
-        LiveBackend(Dispatcher(dispatcher, least_tokens), RouterId(f"router-{i}"), "fake") for i in range(num_routers)
+        LiveBackend(
+            PairingDispatcher(dispatcher, least_tokens, hand_over, f"router-{i}"), RouterId(f"router-{i}"), "fake"
+        )
+        for i in range(num_routers)
     ]
     under_test = ClusterUnderTest(replicas, routers)
     try:
         under_test.publish_view()
         for router in routers:
-            await until(lambda router=router: router.health().detail["replicas_up"] == num_replicas)
+            await until(lambda router=router: num_up(router) == len(roles))
         yield under_test
         under_test.check_books()
     finally:
@@ -168,6 +179,11 @@ async def cluster(
         for replica in replicas:
             with contextlib.suppress(Exception):
                 await replica.close()
+
+
+def num_up(router: LiveBackend) -> int:
+    """Replicas of all roles that this router may use."""
+    return sum(view.is_open for view in router.dispatcher.all_views.values())
 
 
 async def until(condition: object, timeout_s: float = 10.0) -> None:

@@ -27,8 +27,9 @@ from replica.service import ReplicaService
 from replica.step import ModelRunner
 from router.app import create_app
 from router.app_settings import AppSettings
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
+from router.pairing import PairingDispatcher
 from router.placement import least_tokens
 from router.prepare import TextCodec
 from tests.cluster import harness
@@ -339,7 +340,7 @@ async def recovery_plane(
     replicas = [SteppedReplica(f"replica-{i}", config, make) for i in range(2)]
     for replica in replicas:
         await replica.start()
-    backend = LiveBackend(Dispatcher(dispatcher, least_tokens), RouterId("router-0"), "fake")
+    backend = LiveBackend(PairingDispatcher(dispatcher, least_tokens), RouterId("router-0"), "fake")
     settings = AppSettings(served_model_names=("fake",), max_model_len=max_model_len, vocab_size=vocab_size)
     plane = RecoveryPlane(replicas, backend, create_app(settings, codec, backend))
     try:

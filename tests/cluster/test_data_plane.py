@@ -21,8 +21,9 @@ from replica.errors import (
 from replica.fake_runner import expected_output
 from replica.messages import Draining, RouterId
 from replica.router_link import MAX_UNSENT_MESSAGES, RouterLink
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
+from router.pairing import PairingDispatcher
 from router.placement import least_tokens
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
 
@@ -365,7 +366,9 @@ async def test_a_router_that_was_stopped_itself_does_not_take_its_replicas_for_d
     async with cluster(is_open=False) as c:
         (replica,) = c.replicas
         clock = lambda: time.monotonic() + skipped[0]  # noqa: E731
-        router = LiveBackend(Dispatcher(DispatcherConfig(), least_tokens), RouterId("sleeper"), "fake", clock=clock)
+        router = LiveBackend(
+            PairingDispatcher(DispatcherConfig(), least_tokens), RouterId("sleeper"), "fake", clock=clock
+        )
         c.routers.append(router)
         c.publish_view()
         await until(lambda: router.health().ok)

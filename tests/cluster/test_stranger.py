@@ -12,8 +12,9 @@ from replica.errors import NoReplicaError
 from replica.messages import METHOD, RouterId, Submit, encode
 from replica.service import ReplicaService
 from replica.stream_proof import PROOF_KEY, proof
-from router.dispatcher import Dispatcher, DispatcherConfig
+from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
+from router.pairing import PairingDispatcher
 from router.placement import least_tokens
 from tests.cluster.harness import ClusterUnderTest, cluster, collect, request, until
 
@@ -73,14 +74,17 @@ async def test_a_router_that_knows_the_token_is_served_and_one_with_another_says
         service, address = await guarded(under_test)
         replica = under_test.replicas[0]
         view = {replica.name: {"address": address, "incarnation": replica.engine.incarnation}}
-        dispatcher = Dispatcher(DispatcherConfig(), least_tokens)
+        dispatcher = PairingDispatcher(DispatcherConfig(), least_tokens)
         friend = LiveBackend(dispatcher, RouterId("friend"), "fake", token=TOKEN)
         friend.on_view(view)
         await until(lambda: friend.health().ok)
         assert len((await collect(await friend.generate(request("mine", [1, 2], 5))))[0]) == 5
         with caplog.at_level(logging.ERROR, "router.replica_client"):
             other = LiveBackend(
-                Dispatcher(DispatcherConfig(), least_tokens), RouterId("other"), "fake", token=b"not this one, no"
+                PairingDispatcher(DispatcherConfig(), least_tokens),
+                RouterId("other"),
+                "fake",
+                token=b"not this one, no",
             )
             other.on_view(view)
             with pytest.raises(NoReplicaError):

@@ -30,7 +30,7 @@ PLAIN: dict[str, tuple[str, dict[str, Any], str]] = {
     "pd.yaml": (
         "pd-1p2d",
         {"headState": {"address": "redis:6379"}, "cache": {"size": "", "existingClaim": "models"}},
-        "Needed: as for tp2.yaml. This version of Shoal refuses replicas of the roles prefill and decode.",
+        "Needed: as for tp2.yaml.",
     ),
 }
 BASE = "single"

@@ -63,7 +63,15 @@ def test_a_bad_release_name_is_refused(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", DERIVED)
 def test_a_derived_key_in_config_is_refused_by_both(key: str, tmp_path: Path) -> None:
-    numbers = ("replicas.both", "tensor_parallel_size", "num_gpus_per_replica", "router.replicas", "drain_s")
+    numbers = (
+        "replicas.both",
+        "replicas.prefill",
+        "replicas.decode",
+        "tensor_parallel_size",
+        "num_gpus_per_replica",
+        "router.replicas",
+        "drain_s",
+    )
     value: object = (
         2
         if key in (*numbers, "longest_stream_s", "autoscaling.max_replicas")

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from cluster.config import load
-from cluster.k8s import roles, values
+from cluster.k8s import values
 from cluster.k8s.check import check_text
 from cluster.k8s.operator_rules import environment, groups, ray_container
 from cluster.k8s.serve_config import serve_config
@@ -47,8 +47,7 @@ def test_both_helms_render_the_same(path: Path) -> None:
 @pytest.mark.parametrize("path", CI, ids=NAMES)
 def test_shoal_k8s_check_finds_nothing(helm: str, path: Path) -> None:
     found = [str(one) for document in check_text(rendered(helm, path, MONITORING), "f") for one in document.findings]
-    expected = [roles.NOT_YET_TEXT] if path.stem.startswith("pd-") else []
-    assert [line.rpartition("replicas: ")[2] for line in found] == expected
+    assert found == []
 
 
 @pytest.mark.parametrize("version", tools.VERSIONS)
@@ -64,7 +63,7 @@ def test_python_derives_the_same_serve_config(path: Path) -> None:
     assert serve_config_of(rendered("helm4", path)) == derived
 
 
-@pytest.mark.parametrize("path", [path for path in CI if not path.stem.startswith("pd-")], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CI, ids=NAMES)
 def test_a_configuration_comes_back_from_its_values(path: Path, tmp_path: Path) -> None:
     """ClusterConfig -> values -> chart -> ClusterConfig. What a configuration does not say, the site's values do."""
     config = load(serve_config_of(rendered("helm4", path))["applications"][0]["args"])
@@ -75,19 +74,7 @@ def test_a_configuration_comes_back_from_its_values(path: Path, tmp_path: Path) 
     assert load(serve_config_of(rendered("helm4", again))["applications"][0]["args"]) == config
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(
-            path,
-            marks=[pytest.mark.xfail(reason=f"issue 9: {roles.NOT_YET_TEXT}", strict=True)]
-            if path.stem.startswith("pd-")
-            else [],
-        )
-        for path in CI
-    ],
-    ids=NAMES,
-)
+@pytest.mark.parametrize("path", CI, ids=NAMES)
 def test_the_application_builds(path: Path) -> None:
     application = serve_config_of(rendered("helm4", path))["applications"][0]
     module, _, name = application["import_path"].partition(":")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from cluster.k8s import roles
 from cluster.k8s.check import check_text
 from tests.k8s import generate
 from tests.k8s.conftest import documents
@@ -43,5 +42,4 @@ def test_an_overlay_is_the_chart(name: str, kubectl: Path) -> None:
 def test_a_plain_manifest_passes_the_check(name: str) -> None:
     (document,) = check_text((generate.K8S / "rayservice" / name).read_text(), name)
     assert document.checked
-    refused = [roles.NOT_YET_TEXT] if name == "pd.yaml" else []
-    assert [finding.text.removeprefix("replicas: ") for finding in document.findings] == refused
+    assert document.findings == []

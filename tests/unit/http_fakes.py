@@ -75,6 +75,8 @@ class Gate(asyncio.Event):
 class FakeStream:
     """Gives `steps` one by one. `gate` (if any) is awaited before each step, `error` raised after the last."""
 
+    served_by = "replica-0@127.0.0.1:7001"
+
     def __init__(
         self,
         steps: list[list[TokenEvent]],

@@ -138,6 +138,8 @@ VALID: list[dict[str, Any]] = [
     {"structured_outputs": {"grammar": 'start: "a"'}},
     {"structured_outputs": {"json_object": True}},
     dict.fromkeys(WITHOUT_EFFECT, 5),
+    {"kv_transfer_params": {"do_remote_decode": True, "remote_host": None, "some_other": 1}},
+    {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_port": 5600}},
     {"best_of": 1, "suffix": "", "use_beam_search": False, "kv_transfer_params": {}, "guided_json": None},
 ]
 VALID_CHAT: list[dict[str, Any]] = [
@@ -198,6 +200,10 @@ INVALID: list[dict[str, Any]] = [
     {"best_of": 2},
     {"guided_json": {"a": 1}},
     {"cache_salt": "x" * 257},
+    {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": True}},
+    {"kv_transfer_params": {"remote_port": 70000}},
+    {"kv_transfer_params": {"remote_block_ids": [1, "x"]}},
+    {"kv_transfer_params": "yes"},
 ]
 INVALID_CHAT: list[dict[str, Any]] = [
     {"messages": []},

@@ -32,8 +32,25 @@ LAPTOP = Hardware(num_cores=2, memory_bytes=24 << 30, has_bfloat16=True)
     [
         ({"modle": "x"}, "modle: unknown key; did you mean 'model'?"),
         ({"scheduler": {"max_num_seq": 4}}, "scheduler.max_num_seq: unknown key; did you mean 'max_num_seqs'?"),
-        ({"replicas": {"both": 0}}, "replicas.both: .*greater than or equal to 1.*got 0"),
-        ({"replicas": {"decode": 2}}, "replicas.decode: unknown key; known here: both"),
+        ({"replicas": {"both": -1}}, "replicas.both: .*greater than or equal to 0.*got -1"),
+        (
+            {"replicas": {"both": 0}},
+            "replicas.both and replicas.decode are 0 .*nobody would decode; allowed: at least",
+        ),
+        ({"replicas": {"prefill": 2}}, r"\(and replicas.prefill is 2\): nobody would decode"),
+        ({"replicas": {"prefil": 2}}, "replicas.prefil: unknown key; did you mean 'prefill'?"),
+        (
+            {"replicas": {"prefill": 1, "decode": 1}, "disaggregation": {"decode": {"block_size": 32}}},
+            "disaggregation.decode: block_size is 32 here, .*they have one size; allowed: kv_cache.block_size",
+        ),
+        (
+            {"replicas": {"prefill": 1, "decode": 1}, "kv_cache": {"enable_prefix_caching": False}},
+            "kv_cache.enable_prefix_caching is false, .*allowed: true, or no prefill replica",
+        ),
+        (
+            {"replicas": {"prefill": 1, "decode": 1}, "autoscaling": {"max_replicas": 3}},
+            "autoscaling.max_replicas is 3 and replicas.both is 0, .*allowed: auto",
+        ),
         ({"scheduler": {"watermark": 1}}, "scheduler.watermark: .*less than 1.*got 1"),
         ({"dtype": "float16"}, "dtype: .*'auto', 'bfloat16' or 'float32'.*got 'float16'"),
         ({"model": " "}, "model: is empty"),

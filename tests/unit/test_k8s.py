@@ -18,7 +18,7 @@ import yaml
 
 from cluster import cli
 from cluster.config import load
-from cluster.k8s import capacity, operator_rules, roles, serve_check
+from cluster.k8s import capacity, operator_rules, serve_check
 from cluster.k8s.check import Document as Checked
 from cluster.k8s.check import schema_of
 from cluster.k8s.quantity import quantity
@@ -180,14 +180,18 @@ SERVE: list[tuple[Change, str]] = [
         "args: drain_sec: unknown key; did you mean 'drain_s'?",
     ),
     (lambda c: c["applications"][0]["args"].update(replicas={"both": 0}), "args: replicas.both"),
-    (lambda c: c["applications"][0]["args"].update(replicas={"prefill": 1, "decode": 2}), roles.NOT_YET_TEXT),
+    (lambda c: c["applications"][0]["args"].update(replicas={"prefill": 1}), "nobody would decode"),
+    (
+        lambda c: c["applications"][0]["args"].update(replicas={"prefill": 1, "decode": 2}),
+        "'Replica' is no deployment here; allowed: Prefill, Decode, Router",
+    ),
     (lambda c: c["applications"][0]["args"].update(longest_stream_s=4000), "may take 4000 s"),
     (lambda c: c["applications"][0]["args"].update(longest_stream_s=4000), "rayClusterDeletionDelaySeconds: 600 s"),
     (
         lambda c: c["applications"][0]["deployments"][1].update(user_config={"scheduler": {"watermark": 0.1}}),
         "user_config of Replica and Router need to be the same",
     ),
-    (lambda c: c["applications"][0]["deployments"][1].update(name="Ruoter"), "'Ruoter' is no deployment of Shoal"),
+    (lambda c: c["applications"][0]["deployments"][1].update(name="Ruoter"), "'Ruoter' is no deployment here"),
     (lambda c: c.update(applications=[]), "applications: is empty"),
 ]
 CAPACITY: list[tuple[Change, str]] = [

@@ -58,10 +58,30 @@ def test_the_application_asks_for_nodes_of_its_roles() -> None:
 
     application = build({"node_label": "shoal/role", "num_gpus_per_replica": 2})
     router = application._bound_deployment
-    (replica,) = (one for one in router.init_args if hasattr(one, "_bound_deployment"))
+    (replica,) = next(one for one in router.init_args if isinstance(one, list))
     options = router.ray_actor_options
     assert options is not None
     assert options["label_selector"] == {"shoal/role": "router"}
     assert router._replica_config.max_replicas_per_node == 1
     selectors = replica._bound_deployment._replica_config.placement_group_bundle_label_selector
     assert selectors == [{"shoal/role": "both"}] * 3
+
+
+def test_each_role_is_a_deployment() -> None:
+    from cluster.app import build
+
+    more = {"disaggregation": {"prefill": {"tensor_parallel_size": 2, "max_num_seqs": 3}}}
+    router = build({"node_label": "l", "replicas": {"prefill": 1, "decode": 2, "both": 3}, **more})._bound_deployment
+    replicas = [one._bound_deployment for one in next(one for one in router.init_args if isinstance(one, list))]
+    assert [(one.name, one.num_replicas) for one in replicas] == [("Replica", 3), ("Prefill", 1), ("Decode", 2)]
+    bundles = [one._replica_config.placement_group_bundles for one in replicas]
+    assert bundles == [None, [{"CPU": 1.0}] * 3, None]
+    start, settings = replicas[1].init_args[:2]
+    assert start["kv_cache"]["host_tier_gib"] == 0.25
+    assert [settings(start, {})[0].scheduler.max_num_seqs for settings in (one.init_args[1] for one in replicas)] == [
+        128,
+        3,
+        128,
+    ]
+    live = {"disaggregation": {"prefill": {"max_num_seqs": 5}}}
+    assert settings(start, live)[0].scheduler.max_num_seqs == 5

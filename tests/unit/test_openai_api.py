@@ -311,7 +311,7 @@ def test_harmless_fields_change_nothing() -> None:
         ("functions", [{"name": "f"}], "use tools"),
         ("include_reasoning", False, "reasoning is always told"),
         ("spaces_between_special_tokens", False, "joined as the tokenizer does it"),
-        ("kv_transfer_params", {"a": 1}, "cannot steer"),
+        ("ec_transfer_params", {"a": 1}, "cannot steer"),
         ("stream_interval", 2, "each step is sent at once"),
         ("chat_template", "{{ messages }}", "chat_template_kwargs"),
         ("modalities", ["text", "audio"], "text alone"),

@@ -344,10 +344,17 @@ def test_every_cause_has_its_sentence_and_its_knobs() -> None:
 def test_status_has_one_line_a_replica_with_what_matters() -> None:
     counters = {"model_s": 2.0, "between_steps_s": 0.1, "scheduler_s": 0.042, "preemptions": 3.0}
     replica = {"replica_id": "a", "state": "up", "queued": 1, "queue_cap": 64, "returning": 0, "running": 2}
-    replica |= {"kv_blocks": 10, "kv_blocks_free": 5, "step": 200, "oldest_wait_s": 3.21, "kv_fragmentation": 0.25}
+    replica |= {
+        "role": "decode",
+        "kv_blocks": 10,
+        "kv_blocks_free": 5,
+        "step": 200,
+        "oldest_wait_s": 3.21,
+        "kv_fragmentation": 0.25,
+    }
     status = {"router_id": "r", "requests": 3, "held": 0, "replicas": [replica | {"counters": counters}]}
     line = " ".join(format_status(status).splitlines()[-1].split())
-    assert line == "a up 1/64 0 2 3.2 s 50 % 25 % - 3 10.0 ms 0.50 ms 2.0 %"
+    assert line == "a decode up 1/64 0 2 3.2 s 50 % 25 % - 3 10.0 ms 0.50 ms 2.0 %"
     fresh = replica | {"step": 0, "counters": {}}
     assert format_status(status | {"replicas": [fresh]}).splitlines()[-1].split()[-3:] == ["-", "-", "-"]
 

@@ -101,6 +101,8 @@
   "served_model_name" "model.servedName"
   "max_model_len" "model.maxLen"
   "replicas.both" "replicas"
+  "replicas.prefill" "disaggregation.prefill.replicas"
+  "replicas.decode" "disaggregation.decode.replicas"
   "autoscaling.max_replicas" "autoscaler.maxReplicas"
   "tensor_parallel_size" "tensorParallel"
   "num_gpus_per_replica" "device, tensorParallel"

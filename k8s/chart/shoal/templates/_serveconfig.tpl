@@ -42,10 +42,10 @@ applications:
     route_prefix: /
     args:
       {{- include "shoal.args" . | nindent 6 }}
-    # what changes without replacing anybody, laid over args; both deployments need the same
+    # what changes without replacing anybody, laid over args; all deployments need the same
     deployments:
-      - name: Replica
-        user_config: {{- .Values.userConfig | toYaml | nindent 10 }}
-      - name: Router
-        user_config: {{- .Values.userConfig | toYaml | nindent 10 }}
+{{- range ternary (list "Prefill" "Decode" "Router") (list "Replica" "Router") .Values.disaggregation.enabled }}
+      - name: {{ . }}
+        user_config: {{- $.Values.userConfig | toYaml | nindent 10 }}
+{{- end }}
 {{- end -}}
