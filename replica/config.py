@@ -54,6 +54,10 @@ class ModelConfig(FrozenModel):
     )
 
 
+#: `model`: as in the pool
+OffloadDType = Literal["model", "int8", "int4"]
+
+
 class CacheConfig(FrozenModel):
     """The replica's own KV pool."""
 
@@ -70,6 +74,10 @@ class CacheConfig(FrozenModel):
         description="How long a sequence waits for KV from the node's tiers before it is computed.",
     )
     min_load_blocks: int = Field(4, ge=1, description="Fewer blocks than that are computed instead of being loaded.")
+    offload_dtype: OffloadDType = Field(
+        "model",
+        description="Numbers of KV outside of the pool: as in the pool, or in 8 or 4 bits: smaller, and not exact.",
+    )
 
 
 class SchedulerConfig(FrozenModel):

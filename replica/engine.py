@@ -15,7 +15,7 @@ from replica.audit import audit
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.errors import EngineError, InvalidRequestError, RanksLostError
-from replica.kv_events import KV_LAYOUT, KVEvents, KVLink, no_tier_because
+from replica.kv_events import KVEvents, KVLink, no_tier_because, slot_layout
 from replica.kv_messages import KVSpace
 from replica.kv_transfer import TransferLimits
 from replica.messages import (
@@ -110,7 +110,9 @@ class Engine:
         if self.core.kv is not None and self._kv_link is not None:
             parallel = self._config.parallel.tensor_parallel_size
             self._kv_link.start(
-                KVSpace(info.model_fingerprint, info.block_size, info.block_bytes, parallel, KV_LAYOUT),
+                KVSpace(
+                    info.model_fingerprint, info.block_size, info.block_bytes, parallel, slot_layout(self._config.cache)
+                ),
                 KVEvents(self.core.kv, self._clock, self._after_kv),
             )
         self._idle.set()
