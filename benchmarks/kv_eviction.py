@@ -1,15 +1,14 @@
-"""`lru` against `cost` on a trace with prefixes: `python -m benchmarks.kv_eviction [--folder ../shared/traces]`.
+"""`lru` against `cost` on traces with prefixes: `python -m benchmarks.kv_eviction [--folder ../shared/traces]`.
 
 The core of a connector itself, without time: each request leases what is there of its prompt, and stores the rest. One
-id of the trace is a block of 512 tokens. *Hits* are blocks given over blocks asked for; *work* counts each block as
-attention does, deeper ones dearer (1 + position / 2,048 tokens), which is what `cost` wants to save.
+id of a trace is a block of 512 tokens. *Hits* are blocks given over blocks asked for; *work* counts each block by what
+computing it costs where attention weighs as much as the rest at 2,048 tokens: deeper ones are dearer.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,12 +19,12 @@ import msgspec
 from benchmarks.findings import DOCS, put_tables
 from cluster.kv_connector.config import Admission, KVCacheConfig
 from cluster.kv_connector.core import ConnectorCore
-from cluster.kv_connector.eviction import COST_DOUBLES_AT_TOKENS
 from cluster.kv_connector.instructions import Instruction, Send
+from cluster.simulation.traces import PREFIX_BLOCK_TOKENS, TraceRequest, read_mooncake, synthetic
 from replica.kv_messages import Acquire, Acquired, Hello, KVPeer, KVSpace, Release, Reserve, Reserved, Seal
 
 TRACE = "mooncake_conversation_trace.jsonl"
-TOKENS_OF_ID = 512
+WORK_DOUBLES_AT_TOKENS = 2048
 CAPACITIES = (1_000, 2_000, 4_000, 8_000, 16_000, 32_000, 64_000)
 Eviction = Literal["lru", "cost"]
 
@@ -36,8 +35,6 @@ class Way(msgspec.Struct, frozen=True):
     eviction: Eviction
     admission: Admission = "always"
     pool: int = 0
-    #: tokens of a block: 32 for the tiny model of the trace's README, where depth costs next to nothing
-    block_tokens: int = TOKENS_OF_ID
 
 
 class Worth(msgspec.Struct, frozen=True):
@@ -53,7 +50,7 @@ class Tier:
 
     def __init__(self, way: Way, num_slots: int) -> None:
         config = KVCacheConfig(eviction=way.eviction, tier_admission=way.admission)
-        space = KVSpace("trace", way.block_tokens, 1, 1, "")
+        space = KVSpace("trace", PREFIX_BLOCK_TOKENS, 1, 1, "")
         self._core = ConnectorCore(config, space, num_slots, 0, identity=KVPeer("n", "0"), slot_bytes=1)
         self._core.on_hello(1, Hello(KVPeer("r", "0"), "engine", space, False), 0.0)
         self._number = 0
@@ -97,11 +94,10 @@ class Pool:
         return found
 
 
-def read(lines: Iterable[str]) -> list[list[bytes]]:
-    """Chains of hashes, a prompt each. An id is a whole prefix already."""
+def chains(requests: Iterable[TraceRequest]) -> list[list[bytes]]:
+    """Hashes, a prompt each. An id stands for all before it as well."""
     return [
-        [hashlib.blake2b(b"%d" % one, digest_size=16).digest() for one in json.loads(line)["hash_ids"]]
-        for line in lines
+        [hashlib.blake2b(b"%d" % one, digest_size=16).digest() for one in request.prefix_ids] for request in requests
     ]
 
 
@@ -110,7 +106,7 @@ def run(prompts: Sequence[Sequence[bytes]], way: Way, num_slots: int) -> Worth:
     tier, pool = Tier(way, num_slots), Pool(way.pool)
     num_asked = num_given = num_stored = 0
     work_asked = work_given = 0.0
-    depth = TOKENS_OF_ID / COST_DOUBLES_AT_TOKENS
+    depth = PREFIX_BLOCK_TOKENS / WORK_DOUBLES_AT_TOKENS
     for hashes in prompts:
         first = pool.use(hashes)
         given = tier.load(hashes, first) if first < len(hashes) else 0
@@ -131,8 +127,6 @@ WAYS = {
     "cost": Way("cost"),
     "lru, pool of 1,000": Way("lru", pool=1_000),
     "cost, pool of 1,000": Way("cost", pool=1_000),
-    "lru, 32 tokens": Way("lru", block_tokens=32),
-    "cost, 32 tokens": Way("cost", block_tokens=32),
     "lru, second_use": Way("lru", "second_use"),
     "cost, second_use": Way("cost", "second_use"),
 }
@@ -159,8 +153,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="table and drawing of docs/findings.md")
     options = parser.parse_args()
     with (options.folder / TRACE).open(encoding="utf-8") as lines:
-        prompts = read(lines)
+        prompts = chains(read_mooncake(lines))
     found = all_ways(prompts)
+    drawn = chains(one for one in synthetic(1) if one.prefix_ids)
+    for eviction in ("lru", "cost"):
+        found[f"{eviction}, synthetic"] = {size: run(drawn, Way(eviction), size) for size in CAPACITIES}
     print(table(found))
     if options.write:
         from benchmarks.findings_plots import draw_eviction

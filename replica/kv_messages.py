@@ -182,7 +182,9 @@ class Seal(msgspec.Struct, frozen=True, tag="seal"):
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):
-    """Forget every block of the space, on all tiers of the node; what is leased can be read to its end, not found."""
+    """Forget every block of the space, on all tiers of the node, and tell other nodes to; what is leased can be read to
+    its end, not found.
+    """
 
     clear_id: int
 
@@ -203,6 +205,9 @@ class TierEvent(msgspec.Struct, frozen=True, tag="tier_event"):
     #: not on any tier any more
     removed: list[bytes] = []
     is_cleared: bool = False
+    #: of who tells, the times that its blocks were forgotten (`Clear`), here or anywhere: connectors take over the
+    #: highest that they hear of, and with it forget theirs
+    generation: int = 0
 
 
 class LostSlots(msgspec.Struct, frozen=True, tag="lost_slots"):

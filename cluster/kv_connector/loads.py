@@ -89,6 +89,8 @@ class Loads:
         self._deadlines: list[tuple[float, int, Lease]] = []
         self._num_deadlines = 0
         self.counters = LoadCounters()
+        #: of this connector: told to whom something is taken from
+        self.generation = 0
 
     @property
     def num_staging(self) -> int:
@@ -231,7 +233,7 @@ class Loads:
         job = next(self._jobs)
         self._fetch_jobs[job] = _FetchJob(blocks, peer_id, now)
         hashes, slots = [block.block_hash for block in blocks], [block.slot for block in blocks]
-        return Fetch(job, peer_id, hashes, slots, max(within_s, LONGEST_FETCH_S))
+        return Fetch(job, peer_id, hashes, slots, max(within_s, LONGEST_FETCH_S), self.generation)
 
     def get(self, block_hash: bytes) -> Block | None:
         return self._host.get(block_hash)
