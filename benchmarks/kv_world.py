@@ -128,6 +128,7 @@ class World:
             on_disk=list(self.index.values()),
             generation=self.generation_on_disk,
         )
+        self.carry_out(self.core.on_time(self.now))  # as the shell does: its first call hears everybody
         self.follow()
 
     # ---- instructions ----
