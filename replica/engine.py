@@ -135,6 +135,8 @@ class Engine:
 
     def _after_kv(self) -> None:
         """The connector said something, came or went."""
+        if self.core.kv is not None and self.core.kv.feed.is_owed(self._clock()):
+            self._schedule_load()
         self._publish_ended()
         self._kick()
 
@@ -154,6 +156,8 @@ class Engine:
         if self._links.get(link.router_id) is link:
             del self._links[link.router_id]
             self._reports.forget(link.router_id)
+            if self.core.kv is not None:
+                self.core.kv.feed.forget(link.router_id)
             self.core.abort_router(link.router_id, self._clock())
             self._kick()
 
@@ -407,7 +411,8 @@ class Engine:
             load = self.core.load(now)
             for router_id in due:
                 output = outputs.get(router_id, RouterOutput())
-                self._links[router_id].send(output.to_message(self.incarnation, load))
+                events = self.core.tier_events(router_id, now)
+                self._links[router_id].send(output.to_message(self.incarnation, load, events))
                 self._reports.sent(router_id, now)
         if not self.core.num_unfinished:
             self._schedule_load()  # the last word about a load must not be a stale one
@@ -448,5 +453,7 @@ class Engine:
         now = self._clock()
         load = self.core.load(now)
         for router_id, link in self._links.items():
-            link.send(StepOutput(self.incarnation, load))
+            link.send(StepOutput(self.incarnation, load, kv_events=self.core.tier_events(router_id, now)))
             self._reports.sent(router_id, now)
+        if self.core.kv is not None and self.core.kv.feed.is_owed(now):
+            self._schedule_load()

@@ -20,28 +20,15 @@ Durations travel, never instants: clocks differ between nodes.
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
+from replica.kv_tier import KVTier as KVTier
 from replica.stages import WireRecord
 
 #: longest message: 100,000 hashes are 1.8 MB
 MAX_KV_MESSAGE_BYTES = 16 << 20
 #: a holder that is not heard for so long has lost what it leased and reserved
 KV_LEASE_S = 10.0
-
-
-class KVTier(enum.StrEnum):
-    """Where a block is."""
-
-    #: a replica's own pool
-    POOL = "pool"
-    #: the arena of a node
-    HOST = "host"
-    DISK = "disk"
-    #: the arena or disk of another node
-    REMOTE = "remote"
 
 
 class KVSpace(WireRecord, frozen=True):
@@ -75,6 +62,8 @@ class ArenaPlace(WireRecord, frozen=True):
     space: KVSpace
     #: of the connector: another one in its place has another arena
     incarnation: str
+    #: whose connector it is: `KVPeer.peer_id`
+    node: str = ""
 
 
 #: nothing is copied any more: whoever has an arena mapped closes it, after the copies that it knows of

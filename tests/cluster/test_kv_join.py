@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from replica.engine import Engine
 from replica.kv_events import KV_LAYOUT
 from replica.kv_messages import KVSpace, KVTier
-from replica.messages import ResetPrefixCache, RouterId
+from replica.messages import ReplicaId, ResetPrefixCache, RouterId, StepOutput, decode_up
+from router.kv_tiers import KVTiers
 from tests.cluster.kv_cluster import (
     SPACE,
     Door,
@@ -54,6 +56,34 @@ async def test_one_of_the_replicas_tells_what_the_node_counts() -> None:
         assert "tier_stored" not in counters(second)
         told = counters(first)
         assert (told["tier_slots_host"], told["tier_blocks_host"], told["tier_stranded"]) == (128, NUM_BLOCKS, 0)
+
+
+async def test_a_router_hears_what_a_node_has_from_one_of_its_replicas() -> None:
+    view = KVTiers()
+
+    async def listen(one: Engine, name: str) -> None:
+        link = one.connect(RouterId("router"))
+        async for data in link.messages():
+            message = decode_up(data)
+            if isinstance(message, StepOutput):
+                view.hear(ReplicaId(name), message.kv_events)
+        view.gone(ReplicaId(name))
+
+    async with node(name="n1") as one, engine(one, "b") as second:
+        async with engine(one, "a") as first:
+            listening = [asyncio.create_task(listen(each, name)) for each, name in ((first, "a"), (second, "b"))]
+            await ask(first, PROMPT)
+            await until(lambda: view.num_blocks("n1")["host"] == NUM_BLOCKS)
+            held = list(one.core.held(one.now)[1][KVTier.HOST])
+            assert all(view.leading([h]) for h in held)
+            await until(lambda: view.node_of(ReplicaId("a")) == view.node_of(ReplicaId("b")) == "n1")
+            (told,) = view.describe()
+            assert (told["told_by"], told["replicas"]) == ("b", 2)  # it was here before
+        await listening[0]
+        second.handle(second.connect(RouterId("other")), ResetPrefixCache("1"))
+        await until(lambda: view.num_blocks("n1")["host"] == 0)
+    await listening[1]
+    assert view.describe() == []
 
 
 async def test_a_replica_that_is_gone_leaves_its_blocks_and_nothing_else() -> None:

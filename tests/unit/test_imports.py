@@ -27,7 +27,7 @@ TAGS = ("PURE", "ASYNC", "TORCH", "RAY")
 CONTRACT = {
     "replica",
     "replica.messages",
-    "replica.permit_messages",
+    "replica.kv_tier",
     "replica.hand_over_messages",
     "replica.stages",
     "replica.block_hash",
