@@ -60,7 +60,7 @@ class Reader:
         folder = model_store.resolve("smollm2-135m-instruct")
         self.runner = TorchModelRunner(config, folder, self_test=False)
         self._decoder: Any = self.runner._decoder
-        self.runner._decoder = self  # type: ignore[assignment]
+        self.runner._decoder = self
         self.rows = torch.empty(0)
         text = TEXT.read_text(encoding="utf-8")
         tokens = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids

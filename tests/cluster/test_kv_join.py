@@ -279,6 +279,26 @@ async def test_f_06_two_who_compute_the_same_at_once_store_it_once_and_load_what
         await until(lambda: one.core.stats(one.now).num_reserved == one.core.stats(one.now).num_leased == 0)
 
 
+async def test_f_06_what_a_slow_writer_has_not_written_is_computed(tmp_path: Path) -> None:
+    """The writer stops in the middle of its blocks; whoever asks then gets those that are whole, and the same text."""
+    runner = fake()
+    runner.copies.most = 1
+    async with node() as one, engine(one, "a", runner=runner) as first, engine(one, "b") as second:
+        told, _ = submit(first, PROMPT)
+        await until(lambda: one.core.stats(one.now).stores.stored >= 8)
+        runner.copies.most = 0
+        await until(lambda: told.finish_reason is not None)
+        check(told, PROMPT)
+        num_whole = one.core.stats(one.now).num_found
+        assert 8 <= num_whole < NUM_BLOCKS
+        await until(lambda: num_known(second) >= num_whole)
+        await ask(second, PROMPT)
+        assert 0 < counters(second)["kv_blocks_loaded"] <= num_whole
+        runner.copies.most = None
+        await until(lambda: one.core.stats(one.now).num_found == NUM_BLOCKS)
+        await until(lambda: one.core.stats(one.now).num_reserved == one.core.stats(one.now).num_leased == 0)
+
+
 async def test_f_09_the_same_setting_finds_what_is_on_disk_and_another_block_size_nothing(tmp_path: Path) -> None:
     async def fill(space: KVSpace) -> float:
         """Blocks loaded on the way."""
