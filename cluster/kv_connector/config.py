@@ -24,8 +24,7 @@ class KVCacheConfig(CacheConfig):
         None, description="Where the disk tier's files are. auto: a folder of the cache (SHOAL_CACHE)."
     )
     eviction: Literal["lru", "cost"] = Field(
-        "cost",
-        description="What a full tier gives up: what was used longest ago, or what is cheapest to compute again.",
+        "lru", description="What a full tier gives up: what was used longest ago, or what is cheapest to compute again."
     )
     tier_admission: Admission = Field("always", description="Which blocks get a slot: all, or those asked for before.")
     disk_admission: Admission = Field(

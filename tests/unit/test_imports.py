@@ -28,6 +28,7 @@ CONTRACT = {
     "replica",
     "replica.messages",
     "replica.kv_tier",
+    "replica.permit_messages",
     "replica.hand_over_messages",
     "replica.stages",
     "replica.block_hash",
