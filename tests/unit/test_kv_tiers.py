@@ -8,7 +8,9 @@ from cluster.status import format_status
 from replica.kv_messages import KVTier, TierEvent
 from replica.messages import KVEvent, ReplicaId, ReplicaLoad, RouterId, StepOutput, decode_up, encode
 from replica.tier_feed import MOST_HASHES, SPEAKS_S, TierFeed
+from router.journal import grounds
 from router.kv_tiers import KVTiers
+from router.replica_view import ReplicaView
 
 A, B = ReplicaId("a"), ReplicaId("b")
 R, S = RouterId("r"), RouterId("s")
@@ -174,3 +176,13 @@ def test_status_says_it_in_a_line() -> None:
     status = {"router_id": "r", "requests": 0, "held": 0, "replicas": [], "kv_nodes": view.describe()}
     line = "KV of node n1, as this router knows it: 3 blocks in memory, 1 on disk; told by a, read by 1 replica(s)"
     assert line in format_status(status)
+
+
+def test_why_says_whose_tiers_a_replica_reads() -> None:
+    view = ReplicaView(A, "address", "i")
+    view.is_connected = True
+    view.hear(ReplicaLoad(queue_cap=4), 0.0)
+    assert "kv_node" not in grounds([view], {}, 1, 0.0)[0]
+    view.kv_node = "n1"
+    (seen,) = grounds([view], {}, 1, 0.0)
+    assert seen["kv_node"] == view.describe("", 0.0)["kv_node"] == "n1"
