@@ -1,188 +1,188 @@
-"""What the connector of a node has, as a router hears of it through one of the node's replicas."""
+"""What a tier gives up first, which blocks get a slot at all, and the sizes of both."""
 
 from __future__ import annotations
 
-import random
+import pytest
 
+from cluster.config import load
+from cluster.kv_connector.admission import ReuseFilter
+from cluster.kv_connector.config import KVCacheConfig, num_slots
+from cluster.kv_connector.eviction import COST_DOUBLES_AT_TOKENS, CostOrder, Evictable, EvictionOrder, LruOrder
+from cluster.kv_connector.instructions import WriteDisk
+from cluster.kv_connector.slots import SlotPool, SlotState
+from cluster.kv_connector.tier_figures import tier_figures
 from cluster.status import format_status
-from replica.kv_messages import KVTier, TierEvent
-from replica.messages import KVEvent, ReplicaId, ReplicaLoad, RouterId, StepOutput, decode_up, encode
-from replica.tier_feed import MOST_HASHES, SPEAKS_S, TierFeed
-from router.journal import grounds
-from router.kv_tiers import KVTiers
-from router.replica_view import ReplicaView
-
-A, B = ReplicaId("a"), ReplicaId("b")
-R, S = RouterId("r"), RouterId("s")
-HOST, DISK, REMOTE = KVTier.HOST, KVTier.DISK, KVTier.REMOTE
+from replica.config import CacheConfig
+from replica.errors import ConfigError
+from tests.unit.kv_node import Node, hashes, of
 
 
-def hashes(count: int, name: str = "h") -> list[bytes]:
-    return [f"{name}{i:014}".encode() for i in range(count)]
+def order(name: str) -> EvictionOrder:
+    return LruOrder() if name == "lru" else CostOrder(16)
 
 
-def speaker(node: str = "n1") -> TierFeed:
-    feed = TierFeed()
-    feed.connected(node)
-    feed.chosen(0.0)
-    return feed
+@pytest.mark.parametrize("name", ["lru", "cost"])
+def test_a_chain_goes_from_its_tail_however_it_was_stored(name: str) -> None:
+    """Decoding stores the tail last, so to an LRU alone the head is the oldest."""
+    blocks, by = Evictable(order(name)), order(name)
+    chain = hashes(5)
+    for i, block in enumerate(chain):
+        blocks.add(block, by.key(1, i), chain[i - 1] if i else b"")
+    assert [blocks.pop() for _ in range(6)] == [*reversed(chain), None]
+    blocks.validate()
 
 
-def over_the_wire(events: list[KVEvent]) -> list[KVEvent]:
-    told = decode_up(encode(StepOutput("i", ReplicaLoad(), kv_events=events)))
-    assert isinstance(told, StepOutput)
-    return told.kv_events
+def test_a_block_with_two_children_goes_after_both() -> None:
+    blocks = Evictable(LruOrder())
+    a, b, c = hashes(3)
+    for i, (block, parent) in enumerate([(a, b""), (b, a), (c, a)]):
+        blocks.add(block, float(i), parent)
+    assert [blocks.pop() for _ in range(3)] == [b, c, a]
 
 
-def known(view: KVTiers, names: list[bytes], node: str = "n1") -> dict[bytes, KVTier]:
-    return {h: run[0] for h in names if (run := view.leading([h]).get(node))}
+def test_what_hangs_on_a_pinned_block_does_not_hold_what_is_before_it() -> None:
+    """A pinned block is no member, so there is a leaf as long as there is any member."""
+    blocks = Evictable(LruOrder())
+    a, b, c = hashes(3)
+    for i, (block, parent) in enumerate([(a, b""), (b, a), (c, b)]):
+        blocks.add(block, float(i), parent)
+    blocks.remove(c)
+    blocks.remove(b)
+    assert blocks.pop() == a
+    blocks.add(b, 1.0, a)
+    assert (blocks.pop(), blocks.pop()) == (b, None)
 
 
-def test_a_router_hears_which_tier_has_what_and_only_what_has_changed() -> None:
-    feed, view, (a, b, c, d) = speaker(), KVTiers(), hashes(4)
-    feed.learn(TierEvent(0, {HOST: [a, b], DISK: [c], REMOTE: [d]}))
-    view.hear(A, over_the_wire(feed.take(R, 1.0)))
-    assert view.node_of(A) == "n1"
-    assert view.leading([a, b, c, d]) == {"n1": [HOST, HOST, DISK]}, "what another node has, that one tells"
-    assert feed.take(R, 1.0) == []
-    assert not feed.is_owed(1.0)
-    feed.learn(TierEvent(1, {DISK: [b], REMOTE: [c]}, [a]))
-    assert feed.is_owed(1.0)
-    told = feed.take(R, 1.0)
-    assert [(one.tier, one.stored, sorted(one.removed)) for one in told] == [(HOST, [], [a, c]), (DISK, [b], [])]
-    view.hear(A, told)
-    assert known(view, [a, b, c, d]) == {b: DISK}
-    feed.learn(TierEvent(2, {HOST: [a]}, is_cleared=True))
-    view.hear(A, feed.take(R, 1.0))
-    assert known(view, [a, b, c, d]) == {a: HOST}
+def test_chains_in_a_ring_end_too() -> None:
+    blocks = Evictable(LruOrder())
+    a, b, c = hashes(3)
+    for block, parent in ((a, b), (b, a), (c, c)):
+        blocks.add(block, 1.0, parent)
+    assert {blocks.pop() for _ in range(3)} == {a, b, c}
+    blocks.validate()
 
 
-def test_one_replica_of_a_node_speaks_and_the_others_say_where_they_are() -> None:
-    quiet, view = TierFeed(), KVTiers()
-    quiet.connected("n1")
-    quiet.learn(TierEvent(0, {HOST: hashes(3)}))
-    assert quiet.take(R, 0.0) == [KVEvent(node="n1")]
-    assert quiet.take(R, 0.0) == []
-    view.hear(B, [KVEvent(node="n1")])
-    assert view.node_of(B) == "n1"
-    assert view.describe() == []
-    # the speaker leaves, and this one is chosen: everything is told anew, in the other's place
-    view.hear(A, [KVEvent(hashes(5, "old"), [], True, HOST, "n1")])
-    quiet.chosen(1.0)
-    view.hear(B, quiet.take(R, 1.0))
-    assert view.describe()[0] == {
-        "node": "n1", "told_by": "b", "replicas": 1, "host": 3, "disk": 0, "left_out": 0, "events": 1,
-    }  # fmt: skip
-    view.hear(A, [KVEvent(hashes(5, "late"), [], False, HOST, "n1")])  # still on its way when the other began
-    assert view.num_blocks("n1") == {"host": 3, "disk": 0}
-    assert quiet.take(R, 1.0 + SPEAKS_S) == []
-    quiet.learn(TierEvent(1, {}, hashes(1)))
-    assert quiet.take(R, 1.1 + SPEAKS_S) == [], "nobody has chosen it for long"
-    quiet.chosen(9.0)
-    assert quiet.take(R, 9.0)[0].removed == hashes(1)
+def test_by_cost_deep_and_used_blocks_stay_and_what_is_not_used_ages() -> None:
+    by = CostOrder(16)
+    deep = COST_DOUBLES_AT_TOKENS // 16
+    assert by.key(1, deep) == pytest.approx(2 * by.key(1, 0))
+    assert by.key(3, 0) > by.key(1, deep)
+    assert by.key(1000, 0) == by.key(16, 0)
+    blocks = Evictable(by)
+    hot, *cold = hashes(20)
+    blocks.add(hot, by.key(5, 0), b"")
+    gone: list[bytes | None] = []
+    for block in cold:  # each comes once, and one goes for it
+        blocks.add(block, by.key(1, 0), b"")
+        if len(blocks) > 3:
+            gone.append(blocks.pop())
+    assert gone.index(hot) >= 6
+    blocks.validate()
 
 
-def test_what_nobody_vouches_for_is_forgotten() -> None:
-    feed, view = speaker(), KVTiers()
-    feed.learn(TierEvent(0, {HOST: hashes(3)}))
-    view.hear(A, feed.take(R, 0.0))
-    feed.gone()  # the connector died
-    assert feed.is_owed(0.0)
-    view.hear(A, feed.take(R, 0.0))
-    assert view.num_blocks("n1") == {"host": 0, "disk": 0}
-    feed.connected("n1")
-    feed.chosen(1.0)
-    feed.learn(TierEvent(0, {HOST: hashes(2)}))
-    view.hear(A, feed.take(R, 1.0))
-    assert view.num_blocks("n1") == {"host": 2, "disk": 0}
-    view.gone(A)  # the replica's stream broke
-    assert (view.describe(), view.node_of(A)) == ([], "")
+def test_a_heap_of_stale_entries_does_not_grow() -> None:
+    blocks = Evictable(LruOrder())
+    for i in range(2000):
+        blocks.add(b"a", float(i), b"")
+        blocks.remove(b"a")
+    assert len(blocks._heap) <= 66
 
 
-def test_messages_are_bounded_and_so_is_what_waits() -> None:
-    feed, view, many = speaker(), KVTiers(), hashes(3 * MOST_HASHES + 5)
-    told = feed.take(R, 0.0)
-    assert told[0] == KVEvent(node="n1")
-    view.hear(A, told)
-    feed.learn(TierEvent(0, {HOST: many}))
-    sizes = []
-    while feed.is_owed(0.0):
-        told = feed.take(R, 0.0)
-        sizes.append(sum(len(one.stored) for one in told))
-        view.hear(A, told)
-    assert sizes == [MOST_HASHES] * 3 + [5]
-    assert view.num_blocks("n1")["host"] == len(many)
-    for number in range(200):  # nobody takes: what came and went is not kept for ever
-        fresh = hashes(1000, f"{number}-")
-        feed.learn(TierEvent(0, {HOST: fresh}))
-        feed.learn(TierEvent(0, {}, fresh))
-    assert len(feed._listeners[R].owed) < 80_000
-    while feed.is_owed(0.0):
-        view.hear(A, feed.take(R, 0.0))
-    assert view.num_blocks("n1")["host"] == len(many)
+def test_only_moves_that_make_sense_are_made() -> None:
+    pool = SlotPool(1)
+    slot = pool.take(SlotState.RESERVED)
+    pool.move(slot, SlotState.QUARANTINED)
+    with pytest.raises(AssertionError, match="slot 0 is QUARANTINED and is to become SEALED"):
+        pool.move(slot, SlotState.SEALED)
+    pool.move(slot, SlotState.FREE)
+    pool.validate()
 
 
-def test_a_router_remembers_a_bounded_number_of_blocks_and_says_so() -> None:
-    view, many = KVTiers(most_blocks=10), hashes(12)
-    view.hear(A, [KVEvent(many[:8], [], True, HOST, "n1")])
-    view.hear(B, [KVEvent(many, [], True, HOST, "n2")])
-    assert [(one["host"], one["left_out"]) for one in view.describe()] == [(8, 0), (2, 10)]
-    view.hear(A, [KVEvent(many[:8], [], False, DISK, "n1"), KVEvent([], many[:4], False, HOST, "n1")])
-    assert view.num_blocks("n1") == {"host": 0, "disk": 4}
-    view.hear(B, [KVEvent(many[4:9], [], False, HOST, "n2")])
-    assert view.num_blocks("n2")["host"] == 6
-    view.gone(B)
-    view.hear(A, [KVEvent(hashes(9, "x"), [], False, HOST, "n1")])
-    assert view.num_blocks("n1") == {"host": 6, "disk": 4}
+def test_the_filter_remembers_the_last_ones() -> None:
+    reuse = ReuseFilter(2)
+    assert [reuse.is_second(h) for h in (b"a", b"b", b"a")] == [False, False, True]
+    assert [reuse.is_second(h) for h in (b"c", b"d", b"b", b"d")] == [False, False, False, True]
+    assert len(reuse) <= 2
 
 
-def test_whatever_happens_two_routers_end_with_the_truth() -> None:
-    rng = random.Random(3)
-    names, feed, truth = hashes(60), speaker(), dict[bytes, KVTier]()
-    views = {R: KVTiers(), S: KVTiers()}
-    for number in range(3000):
-        feed.chosen(number)
-        some = rng.sample(names, rng.randrange(4))
-        event = TierEvent(number, {rng.choice([HOST, DISK, REMOTE]): some}, rng.sample(names, 2), rng.random() < 0.02)
-        event.removed[:] = [h for h in event.removed if h not in some]
-        if event.is_cleared:
-            truth.clear()
-        for h in event.removed:
-            truth.pop(h, None)
-        for tier, found in event.stored.items():
-            for h in found:
-                truth.pop(h, None) if tier is REMOTE else truth.update({h: tier})
-        feed.learn(event)
-        router = rng.choice([R, R, S])
-        views[router].hear(A, feed.take(router, number))
-        if rng.random() < 0.01:  # its stream breaks
-            feed.forget(router)
-            views[router].gone(A)
-        if rng.random() < 0.01:  # the connector does
-            feed.gone()
-            feed.connected("n1")
-            truth.clear()
-        if number % 50 == 49:
-            feed.chosen(number)
-            for name, view in views.items():
-                view.hear(A, feed.take(name, number))
-                assert known(view, names) == truth
+def test_second_use_stores_what_is_asked_for_again_and_what_must_stay() -> None:
+    node = Node(num_slots=32, tier_admission="second_use")
+    chain = hashes(3)
+    assert node.store(chain) == [-1] * 3
+    assert min(node.store(chain[:2])) >= 0
+    assert min(node.store(hashes(2, "put back"), must_stay=True)) >= 0
+    stats = node.core.stats(node.now).stores
+    assert (stats.not_reused, stats.stored) == (3, 4)
 
 
-def test_status_says_it_in_a_line() -> None:
-    view = KVTiers()
-    view.hear(A, [KVEvent(node="n1"), KVEvent(hashes(3), [], True, HOST, "n1")])
-    view.hear(A, [KVEvent(hashes(1, "d"), tier=DISK, node="n1")])
-    status = {"router_id": "r", "requests": 0, "held": 0, "replicas": [], "kv_nodes": view.describe()}
-    line = "KV of node n1, as this router knows it: 3 blocks in memory, 1 on disk; told by a, read by 1 replica(s)"
-    assert line in format_status(status)
+def test_disk_by_second_use_writes_what_was_used_again() -> None:
+    node = Node(num_slots=32, num_disk_slots=32, disk_admission="second_use")
+    node.store(hashes(4))
+    assert of(node.told, WriteDisk) == []
+    node.release(node.acquire(hashes(2)))
+    assert [job.block_hash for job in of(node.told, WriteDisk)] == hashes(2)
 
 
-def test_why_says_whose_tiers_a_replica_reads() -> None:
-    view = ReplicaView(A, "address", "i")
-    view.is_connected = True
-    view.hear(ReplicaLoad(queue_cap=4), 0.0)
-    assert "kv_node" not in grounds([view], {}, 1, 0.0)[0]
-    view.kv_node = "n1"
-    (seen,) = grounds([view], {}, 1, 0.0)
-    assert seen["kv_node"] == view.describe("", 0.0)["kv_node"] == "n1"
+def test_a_full_backlog_drops_and_takes_again_what_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.kv_connector.disk_writer.MOST_WAITING", 4)
+    node = Node(num_slots=256, num_disk_slots=256)
+    node.store(hashes(50))
+    stats = node.core.stats(node.now)
+    assert (stats.num_disk_writes, stats.num_waiting_for_disk, stats.num_not_written) == (4, 0, 46)
+    node.write_all()
+    assert node.core.stats(node.now).num_on_disk == 4
+    node.release(node.acquire(hashes(50)))
+    node.write_all()
+    assert node.core.stats(node.now).num_on_disk == 8
+
+
+def test_both_tiers_are_off_unless_they_are_asked_for() -> None:
+    config = load({})
+    assert not config.kv_cache.has_connector
+    assert type(config.engine_config().cache) is CacheConfig
+    assert load({"kv_cache": {"host_tier_gib": 2, "load_wait_ms": 5}}).engine_config().cache.load_wait_ms == 5
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"disk_tier_gib": 4}, "kv_cache: disk_tier_gib is 4 and host_tier_gib is 0, .* give host_tier_gib as well"),
+        (
+            {"host_tier_gib": 1, "enable_prefix_caching": False},
+            "kv_cache: host_tier_gib is 1 and enable_prefix_caching is false, .*allowed then: host_tier_gib 0",
+        ),
+        ({"host_tier_gib": -1}, "kv_cache.host_tier_gib: .*greater than or equal to 0.*got -1"),
+        ({"eviction": "fifo"}, "kv_cache.eviction: .*'lru' or 'cost'.*got 'fifo'"),
+        ({"host_tier_gb": 1}, "kv_cache.host_tier_gb: unknown key; did you mean 'host_tier_gib'?"),
+    ],
+)
+def test_what_can_not_work_is_said(data: dict, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        load({"kv_cache": data})
+
+
+@pytest.mark.parametrize("mode", ["offload", "auto"])
+def test_kv_is_kept_only_where_there_is_a_place_for_it(mode: str) -> None:
+    sentence = f"scheduler.preemption_mode is '{mode}', .* kv_cache.host_tier_gib is 0; .*allowed then: 'recompute'"
+    with pytest.raises(ConfigError, match=sentence):
+        load({"scheduler": {"preemption_mode": mode}})
+    assert load({"scheduler": {"preemption_mode": mode}, "kv_cache": {"host_tier_gib": 1}}).kv_cache.has_connector
+
+
+def test_what_is_told_of_a_tier_is_a_line_of_shoal_status() -> None:
+    node = Node(num_slots=16)
+    node.store(hashes(4))
+    node.release(node.acquire(hashes(4)))
+    told = tier_figures(node.core.stats(node.now), 100, None, None)
+    assert (told["tier_blocks_host"], told["tier_given_host"], told["tier_stored_bytes_host"]) == (4, 4, 400)
+    zeros = ("queued", "queue_cap", "returning", "running", "kv_blocks", "kv_blocks_free", "kv_fragmentation", "step")
+    shown = {"replica_id": "r", "state": "up", "oldest_wait_s": 0.0, "counters": told, **dict.fromkeys(zeros, 0)}
+    status = {"router_id": "r", "requests": 0, "held": 0, "replicas": [shown]}
+    line = format_status(status).splitlines()[-1].strip()
+    assert line == "KV tiers of its node: host 4 of 16 blocks (25 %), 4 hits; 4 blocks asked for"
+
+
+def test_slots_of_a_size() -> None:
+    assert num_slots(0.5, 368_640) == 1456
+    assert num_slots(0, 368_640) == 0
+    assert KVCacheConfig(host_tier_gib=1).has_connector
