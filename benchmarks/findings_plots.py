@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 if TYPE_CHECKING:
     from benchmarks.findings import Findings
+    from benchmarks.kv_eviction import Worth
 
 #: the stub names every key as a literal
 STYLE: dict[Any, Any] = {
@@ -142,3 +143,25 @@ def _ranges(axes: Axes, ranges: dict[str, Range], factor: float) -> None:
     axes.set_xticks(range(len(values)), list(ranges))
     axes.set_xlim(-0.4, len(values) - 0.4)
     axes.margins(y=0.15)
+
+
+def draw_eviction(found: Mapping[str, Mapping[int, Worth]], folder: Path) -> Path:
+    """Hits and work saved over the size of the tier (`kv_eviction.py`)."""
+    lines = {"lru": (BLACK, "-"), "cost": (BLUE, "-"), "lru, second_use": (ORANGE, "--")}
+    with pyplot.rc_context(STYLE):
+        figure, all_axes = pyplot.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+        for axes, what in zip(all_axes, ("hits", "work"), strict=True):
+            for name, (colour, dashes) in lines.items():
+                shares = [100 * getattr(one, what) for one in found[name].values()]
+                axes.plot(list(found[name]), shares, dashes, marker="o", markersize=4, color=colour, label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(found["lru"]), [f"{size // 1000}" for size in found["lru"]])
+            axes.set_xlabel("blocks of 512 tokens in the tier, thousands")
+            axes.set_ylim(bottom=0)
+        all_axes[0].set_ylabel("blocks given, % of those asked for")
+        all_axes[1].set_ylabel("work saved, %")
+        all_axes[0].legend(loc="upper left", frameon=False)
+        path = folder / "eviction.svg"
+        figure.savefig(path, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)
+    return path

@@ -15,7 +15,22 @@ from collections.abc import Callable
 from cluster.kv_connector.config import KVCacheConfig
 from cluster.kv_connector.core import ConnectorCore
 from cluster.kv_connector.instructions import Instruction, ReadDisk, Send, WriteDisk
-from replica.kv_messages import Acquire, Acquired, Hello, KVPeer, KVSpace, Release, Reserve, Reserved, Seal
+from replica.kv_messages import (
+    Acquire,
+    Acquired,
+    Hello,
+    KVPeer,
+    KVSpace,
+    KVTier,
+    Release,
+    Reserve,
+    Reserved,
+    Seal,
+    TierEvent,
+)
+from replica.messages import ReplicaId, ReplicaLoad, RouterId, StepOutput, decode_up, encode
+from replica.tier_feed import TierFeed
+from router.kv_tiers import KVTiers
 
 SPACE = KVSpace("model", 16, 4096, 1, "layout")
 CHAIN = 64
@@ -114,6 +129,28 @@ def measure(eviction: str, num_slots: int, with_disk: bool) -> dict[str, float]:
     return found
 
 
+def events(num_blocks: int, at_once: int) -> dict[str, float]:
+    """From the connector's event to a router's book: CPU us a block, `at_once` in each message."""
+    feed, view, replica_id, router_id = TierFeed(), KVTiers(), ReplicaId("a"), RouterId("r")
+    feed.connected("node")
+    feed.chosen(0.0)
+    view.hear(replica_id, feed.take(router_id, 0.0))
+    hashes = [hashlib.blake2b(b"%d" % i, digest_size=16).digest() for i in range(num_blocks)]
+    spent = {"event, at the replica": 0.0, "event, at a router": 0.0}
+    for start in range(0, num_blocks, at_once):
+        began = time.process_time()
+        feed.learn(TierEvent(0, {KVTier.HOST: hashes[start : start + at_once]}))
+        told = encode(StepOutput("i", ReplicaLoad(), kv_events=feed.take(router_id, 0.0)))
+        sent = time.process_time()
+        message = decode_up(told)
+        assert isinstance(message, StepOutput)
+        view.hear(replica_id, message.kv_events)
+        spent["event, at the replica"] += sent - began
+        spent["event, at a router"] += time.process_time() - sent
+    assert view.num_blocks("node")["host"] == num_blocks
+    return {name: seconds / num_blocks * 1e6 for name, seconds in spent.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=100_000)
@@ -122,6 +159,9 @@ def main() -> int:
         for with_disk in (False, True):
             for name, us in measure(eviction, options.blocks, with_disk).items():
                 print(f"{eviction:4} {'disk' if with_disk else 'host'}  {name:32} {us:6.2f} us")
+    for at_once in (64, 1):
+        for name, us in events(options.blocks, at_once).items():
+            print(f"          {name}, {at_once} in a message{us:12.2f} us")
     return 0
 
 

@@ -139,7 +139,9 @@ class WildWorld(World):
             return
         self.generation += 1
         self.oldest = self.generation
+        self.seen_generation += 1
         self.say(group, Clear(self.generation))
+        assert self.core.generation == self.seen_generation, "peers will not hear of it"
         self.count("clears")
 
     def job_ends(self, rng: random.Random) -> None:
@@ -170,13 +172,23 @@ class WildWorld(World):
             self.peers[peer_id] = number + 1
             start, chain = rng.randrange(12), rng.choice(CHAINS)
             stored = {KVTier.HOST: chain[start : start + 4]} if rng.random() < 0.7 else {}
-            event = TierEvent(number, stored, rng.sample(HASHES, k=3), rng.random() < 0.05)
+            if is_cleared := rng.random() < 0.05:
+                self.peer_generations[peer_id] += rng.randrange(2)
+            elif rng.random() < 0.3 and self.peer_generations[peer_id] < self.core.generation:  # it has heard of us
+                self.peer_generations[peer_id], is_cleared = self.core.generation, True
+            generation = self.peer_generations[peer_id]
+            event = TierEvent(number, stored, rng.sample(HASHES, k=3), is_cleared, generation)
             self.carry_out(self.core.on_peer_event(peer_id, event, self.now))
+            self.follow()
+            if generation < self.core.generation and list(self.peers) == [peer_id]:
+                self.count("not believed")
+                assert all(self.core.tier_of(h) is not KVTier.REMOTE for h in HASHES), "it may be of before a Clear"
 
     def restart(self, rng: random.Random) -> None:
         """kill -9 of the connector: a new arena, the same disk. What was being written is torn."""
         if rng.random() < 0.05:
             self.oldest = self.oldest_on_disk
+            self.seen_generation = self.generation_on_disk
             self.note()
             self.start()
             self.count("restarts")

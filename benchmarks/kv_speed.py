@@ -121,7 +121,9 @@ def arena(rounds: int, num_bytes: int = GIB) -> Pair:
 class EverySlab:
     """Gives slot `int(hash)`."""
 
-    async def lease_for_peer(self, reader: KVPeer, hashes: list[bytes], within_s: float) -> ReadLease:
+    async def lease_for_peer(
+        self, reader: KVPeer, hashes: list[bytes], within_s: float, generation: int = 0
+    ) -> ReadLease:
         return ReadLease([int(one) for one in hashes])
 
     def release_of_peer(self, lease: ReadLease) -> None:

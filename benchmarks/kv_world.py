@@ -99,6 +99,8 @@ class World:
         self.next_member = 0
         self.next_incarnation = 0
         self.generation = 0
+        #: the core's own count, as it was last seen, and as it is on disk
+        self.seen_generation = self.generation_on_disk = 0
         #: nothing older is found; what is sure to be gone from disk
         self.oldest, self.oldest_on_disk = 0, 0
         self.disk: list[Content] = [TORN] * num_disk_slots
@@ -116,6 +118,8 @@ class World:
         self.unwelcome: set[int] = set()
         self.closed: set[int] = set()
         self.peers: dict[str, int] = {}
+        #: of each peer, how often it has forgotten everything, as it tells it
+        self.peer_generations = dict.fromkeys(PEERS, 0)
         self.core = ConnectorCore(
             self.config,
             SPACE,
@@ -124,7 +128,10 @@ class World:
             identity=KVPeer("node-0", str(self.next_incarnation)),
             slot_bytes=4096,
             on_disk=list(self.index.values()),
+            generation=self.generation_on_disk,
         )
+        self.carry_out(self.core.on_time(self.now))  # as the shell does: its first call hears everybody
+        self.follow()
 
     # ---- instructions ----
 
@@ -165,6 +172,14 @@ class World:
                     self.jobs[instruction.job] = (instruction, self.generation, self.now)
                 case Resync(peer_id=peer_id):
                     self.peers.pop(peer_id, None)
+
+    def follow(self) -> None:
+        """The core has forgotten everything, since a peer had: so has the world."""
+        if self.core.generation > self.seen_generation:
+            self.generation += 1
+            self.oldest = self.generation
+            self.count("cleared with a peer")
+        self.seen_generation = self.core.generation
 
     def _is_clearing(self) -> bool:
         return any(isinstance(job[0], ClearDisk) for job in self.jobs.values())
@@ -362,8 +377,15 @@ class World:
             case ClearDisk():
                 if ok:
                     self.index.clear()
+                    self.generation_on_disk = core.generation
                 self._answer(lambda: core.on_disk_cleared(job, ok, now))
             case Fetch(hashes=hashes, slots=slots):
+                theirs = self.peer_generations[instruction.peer_id]
+                if instruction.generation > theirs:  # it forgets what it has, and gives nothing
+                    self.peer_generations[instruction.peer_id] = instruction.generation
+                    ok, hashes = False, []
+                elif core.generation > theirs:
+                    generation = -1  # it was asked before this node was cleared, and is not yet
                 oks = [rng.random() < 0.8 for _ in hashes][: len(hashes) if ok else 1]
                 for block_hash, slot, is_good in zip(hashes, slots, oks, strict=False):
                     self.memory[slot] = (block_hash, generation) if is_good else TORN

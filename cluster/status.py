@@ -108,6 +108,7 @@ def format_status(status: Mapping[str, Any]) -> str:
                 f"{'':<12} its invariance self-test FAILED: an answer may depend on the requests beside it "
                 '(docs/models.md, "When the self-test fails")'
             )
+    lines += [_kv_node(node) for node in status.get("kv_nodes", ())]
     if not status["replicas"]:
         lines.append("no replica is up")
     return "\n".join(lines)
@@ -119,6 +120,15 @@ def _ranks(counters: Mapping[str, float]) -> str:
     if restarts := counters.get("group_restarts", 0):
         text += f", mended {restarts:.0f} times, the last time in {counters['last_mending_s']:.1f} s"
     return text
+
+
+def _kv_node(node: Mapping[str, Any]) -> str:
+    """What the router was told of a node's tiers, and by whom."""
+    left_out = f", and {node['left_out']} more that it does not remember" if node["left_out"] else ""
+    return (
+        f"KV of node {node['node'][:12]}, as this router knows it: {node['host']} blocks in memory, {node['disk']} on "
+        f"disk{left_out}; told by {node['told_by'][:12]}, read by {node['replicas']} replica(s)"
+    )
 
 
 def _tiers(counters: Mapping[str, float]) -> str:

@@ -172,6 +172,8 @@ def _seen(replica: Mapping[str, Any]) -> str:
         load = f"{replica['outstanding_tokens']} tokens, queue {replica['queued']}/{replica['cap']}"
         if sent := replica.get("unanswered"):  # not in its queue yet, and perhaps never: so beside the cap
             load += f" and {sent} sent there without an answer yet"
+        if node := replica.get("kv_node"):
+            load += f", KV of node {node[:12]}"
     return f"{name} ({', '.join(filter(None, [load, replica.get('not', '')]))})"
 
 

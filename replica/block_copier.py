@@ -21,6 +21,7 @@ from replica.kv_messages import NO_ARENA, ArenaPlace
 from replica.native import library as native
 from replica.native.builder import NativeUnavailableError
 from replica.runner_thread import name_thread
+from replica.slab_code import SlabCoder
 from replica.step import Arena, OpenArena, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -70,10 +71,13 @@ class BlockCopier:
         open_arena: OpenArena,
         copy: CopySlabs,
         on_progress: Callable[[int, int], None] = lambda copied, failed_below: None,
+        coder: SlabCoder | None = None,
     ) -> None:
-        """`pool`: [num_blocks, bytes of a block of this rank]: the same bytes of a slot are this rank's."""
-        self._pool = pool
-        part = pool.shape[1]
+        """`pool`: [num_blocks, bytes of a block of this rank]: the same bytes of a slot are this rank's, or as many as
+        `coder` makes of them.
+        """
+        self._pool, self._coder = pool, coder
+        part = self.part_bytes = pool.shape[1] if coder is None else coder.coded_bytes
         self._part = slice(rank * part, (rank + 1) * part)
         self._member = f"rank {rank}"
         self._open_arena, self._copy, self.on_progress = open_arena, copy, on_progress
@@ -173,7 +177,8 @@ class BlockCopier:
         if min(sources.min(), targets.min()) < 0 or sources.max() >= len(source) or targets.max() >= len(target):
             logger.error("copies to %s from %s do not fit: %d, %d", targets, sources, len(target), len(source))
             return False
-        self._copy(target, targets, source, sources)
+        copy = self._copy if self._coder is None else self._coder.decode if is_load else self._coder.encode
+        copy(target, targets, source, sources)
         return True
 
     def _use(self, place: ArenaPlace) -> None:

@@ -54,6 +54,10 @@ class ModelConfig(FrozenModel):
     )
 
 
+#: `model`: as in the pool
+OffloadDType = Literal["model", "int8", "int4"]
+
+
 class CacheConfig(FrozenModel):
     """The replica's own KV pool."""
 
@@ -74,6 +78,10 @@ class CacheConfig(FrozenModel):
         True,
         description="Share KV only where its bits are equal: same kernels, same tensor_parallel_size. Off: also where "
         "it differs by rounding, as prefill and decode replicas of different degree do.",
+    )
+    offload_dtype: OffloadDType = Field(
+        "model",
+        description="Numbers of KV outside of the pool: as in the pool, or in 8 or 4 bits: smaller, and not exact.",
     )
 
 

@@ -15,7 +15,7 @@ from replica.audit import audit
 from replica.config import EngineConfig
 from replica.engine_core import EngineCore
 from replica.errors import EngineError, InvalidRequestError, RanksLostError
-from replica.kv_events import KV_LAYOUT, KVEvents, KVLink, no_tier_because
+from replica.kv_events import KVEvents, KVLink, no_tier_because, slot_layout
 from replica.kv_messages import KVSpace
 from replica.kv_transfer import TransferLimits
 from replica.messages import (
@@ -109,8 +109,9 @@ class Engine:
         self.core = EngineCore(self._config, info, transfer_limits=self._tier_limits(info))
         self.core.runner_counters = self._runner.counters
         if self.core.kv is not None and self._kv_link is not None:
+            layout = slot_layout(self._config.cache)
             self._kv_link.start(
-                KVSpace(info.model_fingerprint, info.block_size, info.block_bytes, info.kv_degree, KV_LAYOUT),
+                KVSpace(info.model_fingerprint, info.block_size, info.block_bytes, info.kv_degree, layout),
                 KVEvents(self.core.kv, self._clock, self._after_kv),
             )
         self._idle.set()
@@ -133,6 +134,8 @@ class Engine:
 
     def _after_kv(self) -> None:
         """The connector said something, came or went."""
+        if self.core.kv is not None and self.core.kv.feed.is_owed(self._clock()):
+            self._schedule_load()
         self._publish_ended()
         self._kick()
 
@@ -152,6 +155,8 @@ class Engine:
         if self._links.get(link.router_id) is link:
             del self._links[link.router_id]
             self._reports.forget(link.router_id)
+            if self.core.kv is not None:
+                self.core.kv.feed.forget(link.router_id)
             self.core.abort_router(link.router_id, self._clock())
             self._kick()
 
@@ -408,7 +413,8 @@ class Engine:
             load = self.core.load(now)
             for router_id in due:
                 output = outputs.get(router_id, RouterOutput())
-                self._links[router_id].send(output.to_message(self.incarnation, load))
+                events = self.core.tier_events(router_id, now)
+                self._links[router_id].send(output.to_message(self.incarnation, load, events))
                 self._reports.sent(router_id, now)
         if not self.core.num_unfinished:
             self._schedule_load()  # the last word about a load must not be a stale one
@@ -454,5 +460,7 @@ class Engine:
         now = self._clock()
         load = self.core.load(now)
         for router_id, link in self._links.items():
-            link.send(StepOutput(self.incarnation, load))
+            link.send(StepOutput(self.incarnation, load, kv_events=self.core.tier_events(router_id, now)))
             self._reports.sent(router_id, now)
+        if self.core.kv is not None and self.core.kv.feed.is_owed(now):
+            self._schedule_load()

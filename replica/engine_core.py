@@ -304,6 +304,10 @@ class EngineCore:
         moved = [s for s in self.scheduler.living() if self.scheduler.abort(s, FinishReason.MOVED, now)]
         return self._outputs([Progress(sequence, [], FinishReason.MOVED) for sequence in moved])
 
+    def tier_events(self, router_id: RouterId, now: float) -> list[KVEvent]:
+        """What the next message to this router says of the tiers of its node."""
+        return [] if self.kv is None else self.kv.feed.take(router_id, now)
+
     def take_kv_events(self) -> list[KVEvent]:
         """What became cached or was forgotten since the last call, if that is recorded."""
         event = self.blocks.take_events()

@@ -37,7 +37,7 @@ class KVCodec:
 
     def __init__(self, shape: KVShape, bits: int) -> None:
         if bits not in (4, 8):
-            raise ValueError(f"kv_cache.offload_bits: {bits}; allowed are 4 and 8")
+            raise ValueError(f"{bits} bits; allowed are 4 and 8")
         self.shape = shape
         self.bits = bits
         #: channels of a group: 8 bits bear wide ones

@@ -55,6 +55,11 @@ class KVLink(Protocol):
         ...
 
 
+def slot_layout(cache: CacheConfig) -> str:
+    """What a slot holds; replicas that do not agree on it share nothing."""
+    return KV_LAYOUT if cache.offload_dtype == "model" else f"{KV_LAYOUT}; {cache.offload_dtype}"
+
+
 def no_tier_because(info: RunnerInfo, cache: CacheConfig) -> str | None:
     """Why a replica cannot use a KVConnector; None: it can."""
     if not cache.enable_prefix_caching:

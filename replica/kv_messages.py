@@ -20,28 +20,15 @@ Durations travel, never instants: clocks differ between nodes.
 
 from __future__ import annotations
 
-import enum
-
 import msgspec
 
+from replica.kv_tier import KVTier as KVTier
 from replica.stages import WireRecord
 
 #: longest message: 100,000 hashes are 1.8 MB
 MAX_KV_MESSAGE_BYTES = 16 << 20
 #: a holder that is not heard for so long has lost what it leased and reserved
 KV_LEASE_S = 10.0
-
-
-class KVTier(enum.StrEnum):
-    """Where a block is."""
-
-    #: a replica's own pool
-    POOL = "pool"
-    #: the arena of a node
-    HOST = "host"
-    DISK = "disk"
-    #: the arena or disk of another node
-    REMOTE = "remote"
 
 
 class KVSpace(WireRecord, frozen=True):
@@ -76,6 +63,8 @@ class ArenaPlace(WireRecord, frozen=True):
     space: KVSpace
     #: of the connector: another one in its place has another arena
     incarnation: str
+    #: whose connector it is: `KVPeer.peer_id`
+    node: str = ""
 
 
 #: nothing is copied any more: whoever has an arena mapped closes it, after the copies that it knows of
@@ -191,7 +180,9 @@ class Seal(msgspec.Struct, frozen=True, tag="seal"):
 
 
 class Clear(msgspec.Struct, frozen=True, tag="clear"):
-    """Forget every block of the space, on all tiers of the node; what is leased can be read to its end, not found."""
+    """Forget every block of the space, on all tiers of the node, and tell other nodes to; what is leased can be read to
+    its end, not found.
+    """
 
     clear_id: int
 
@@ -212,6 +203,9 @@ class TierEvent(msgspec.Struct, frozen=True, tag="tier_event"):
     #: not on any tier any more
     removed: list[bytes] = []
     is_cleared: bool = False
+    #: of who tells, the times that its blocks were forgotten (`Clear`), here or anywhere: connectors take over the
+    #: highest that they hear of, and with it forget theirs
+    generation: int = 0
 
 
 class LostSlots(msgspec.Struct, frozen=True, tag="lost_slots"):

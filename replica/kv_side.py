@@ -4,9 +4,10 @@ waiting sequences to the scheduler.
 
 from __future__ import annotations
 
-from replica.kv_messages import ArenaPlace, FromConnector, TierStats, ToConnector
+from replica.kv_messages import ArenaPlace, FromConnector, TierEvent, TierStats, ToConnector
 from replica.kv_transfer import KVTransfer
 from replica.scheduler import Scheduler
+from replica.tier_feed import TierFeed
 
 
 class KVSide:
@@ -19,6 +20,8 @@ class KVSide:
         self._is_silent = False
         #: of the connector itself, while this replica is the one that tells
         self._of_tier: dict[str, float] = {}
+        #: what routers are told of the tiers
+        self.feed = TierFeed()
 
     @property
     def next_deadline(self) -> float | None:
@@ -31,18 +34,23 @@ class KVSide:
 
     def connected(self, place: ArenaPlace, lease_s: float, now: float) -> None:
         """The connector has welcomed us."""
+        self.feed.connected(place.node)
         self._transfer.connected(place, lease_s, now)
 
     def gone(self) -> None:
         """The connection broke."""
         self._of_tier = {}
+        self.feed.gone()
         self._scheduler.answered(self._transfer.gone())
 
     def receive(self, message: FromConnector, now: float) -> None:
         """A word of the connector, but for Welcome and Unwelcome."""
         if isinstance(message, TierStats):
             self._of_tier = message.values
+            self.feed.chosen(now)
             return
+        if isinstance(message, TierEvent):
+            self.feed.learn(message)
         self._scheduler.answered(self._transfer.receive(message, now))
 
     def take_messages(self) -> list[ToConnector]:

@@ -18,6 +18,7 @@ from replica.hand_over_messages import Continue as Continue
 from replica.hand_over_messages import KVSink as KVSink
 from replica.hand_over_messages import KVSource as KVSource
 from replica.hand_over_messages import Seated as Seated
+from replica.kv_tier import KVTier as KVTier
 from replica.permit_messages import Ask as Ask
 from replica.permit_messages import Grant as Grant
 from replica.permit_messages import Permit as Permit
@@ -305,11 +306,18 @@ class SequenceOutput(WireRecord, frozen=True):
 
 
 class KVEvent(WireRecord, frozen=True):
-    """A change of the set of cached block hashes. `stored` and `removed` hold block hashes; `cleared` empties first."""
+    """A change of the set of cached block hashes. `stored` and `removed` hold block hashes; `cleared` empties first.
+
+    With tier `pool`, of the replica's own pool, and `node`, if told, is that of its connector. With another one, of
+    that node's tiers: `removed` are on none of them, `cleared` is all of them.
+    """
 
     stored: list[bytes] = []
     removed: list[bytes] = []
     cleared: bool = False
+    tier: KVTier = KVTier.POOL
+    #: `KVPeer.peer_id` of a connector
+    node: str = ""
 
 
 class Submit(msgspec.Struct, frozen=True, tag="submit", gc=False):

@@ -116,7 +116,9 @@ class TorchModelRunner:
         #: between the pool and the arena of a KVConnector
         self.copies: BlockCopier | None = None
         if open_arena is not None and not kv_layer_major:
-            self.copies = BlockCopier(kv_pool.slabs(loaded.decoder.pool), shard.rank, open_arena, best_copy())
+            coder = kv_pool.coder_of(loaded.decoder.pool, config.cache.offload_dtype)
+            slabs = kv_pool.slabs(loaded.decoder.pool)
+            self.copies = BlockCopier(slabs, shard.rank, open_arena, best_copy(), coder=coder)
         #: outcome of the start-up self-test; None when it was not run
         self.is_invariant: bool | None = None
         verdict = "invariance not tested"
@@ -131,7 +133,7 @@ class TorchModelRunner:
             model_fingerprint=self._fingerprint(loaded.digest, max_len),
             description=f"cpu, {config.model.dtype}, {threads} threads, {loaded.description}; {verdict}",
             window=self._window,
-            block_bytes=0 if self.copies is None else kv_pool.slabs(self._decoder.pool).shape[1] * shard.size,
+            block_bytes=0 if self.copies is None else self.copies.part_bytes * shard.size,
             kv_degree=1 if self._model.num_kv_heads % shard.size == 0 else shard.size,
         )
 

@@ -66,7 +66,8 @@ class NodeLink(KVLinkHandler):
             "connected to KV connector %s: %d slots of %d bytes",
             welcome.connector.peer_id, welcome.num_slots, welcome.slot_bytes,
         )  # fmt: skip
-        place = ArenaPlace(self._door, self._holder, self._space, welcome.connector.incarnation)
+        connector = welcome.connector
+        place = ArenaPlace(self._door, self._holder, self._space, connector.incarnation, connector.peer_id)
         if not self._is_closed:
             self._events.on_connected(place, welcome.lease_s)
 

@@ -115,7 +115,7 @@ class RunnerInfo(msgspec.Struct, frozen=True):
     #: if all layers have a window, the largest: a query sees so many last positions, its own included, and nothing of a
     #: sequence before them is ever read; None: it is, or no sequence gets so long
     window: int | None = None
-    #: bytes of one block over all ranks; 0: its KV cannot be copied from or to an arena
+    #: bytes of one block over all ranks, as a slot has it; 0: its KV cannot be copied from or to an arena
     block_bytes: int = 0
     #: 1: each KV head is held by one rank, and a block's bytes are in the same order whatever the number of ranks; else
     #: that number

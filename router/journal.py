@@ -189,6 +189,8 @@ def _standing(view: ReplicaView, said_no_at: int | None, num_sequences: int, now
         "unanswered": view.unanswered_sequences,
         "placed": view.num_placed,
     }
+    if view.kv_node:
+        standing["kv_node"] = view.kv_node
     if said_no_at == view.num_news:
         standing["not"] = "said no, and nothing has changed there"
     elif not view.has_room_for(num_sequences):

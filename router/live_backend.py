@@ -37,6 +37,7 @@ from router.cache_reset import CacheResets
 from router.engine_metrics import RouterFigures, render_metrics
 from router.instructions import Dispatch, DispatchPrefill, Fail, Instruction, Refuse, SendAbort, SendContinue
 from router.journal import FAILED, REFUSED
+from router.kv_tiers import KVTiers
 from router.live_answers import LiveAnswers
 from router.live_stream import LiveStream
 from router.outcomes import failure_error, final_error, refusal_error
@@ -82,6 +83,7 @@ class LiveBackend:
         self._resets = CacheResets(lambda replica_id, message: self._clients[replica_id].send(message))
         self._answers = LiveAnswers(dispatcher, router_id, self._clients, clock, wall_clock)
         self._names = SequenceNames()
+        self.kv_tiers = KVTiers()
         self._timer: asyncio.TimerHandle | None = None
         #: when it strikes, by our clock
         self._timer_at: float | None = None
@@ -175,6 +177,7 @@ class LiveBackend:
             "config": f"{self.config_number:08x}",
             "leaks": dict(self.num_leaks),
             "replicas": replicas,
+            "kv_nodes": self.kv_tiers.describe(),
         }
 
     # ---- membership: called on the loop with everyone that Serve says is running ----
@@ -262,6 +265,9 @@ class LiveBackend:
         view = self.dispatcher.view_of(replica_id)
         if view is None:
             return
+        if message.kv_events:
+            self.kv_tiers.hear(replica_id, message.kv_events)
+            view.kv_node = self.kv_tiers.node_of(replica_id)
         by_request: dict[RequestId, list[SequenceOutput]] = {}
         for output in self._names.expand(replica_id, message, self._streams):
             by_request.setdefault(output.request_id, []).append(output)
@@ -322,6 +328,7 @@ class LiveBackend:
     def _on_broken(self, replica_id: ReplicaId) -> None:
         self._names.forget_replica(replica_id)
         self._answers.questions.gone(replica_id)
+        self.kv_tiers.gone(replica_id)
         self._carry_out(self.dispatcher.on_lost(replica_id, self._clock()))
         if replica_id not in self._known:
             self._drop_client(replica_id)

@@ -25,6 +25,7 @@ class ReplicaView:
         "is_connected",
         "is_draining",
         "kv_bytes_per_token",
+        "kv_node",
         "load",
         "load_at",
         "num_news",
@@ -46,6 +47,8 @@ class ReplicaView:
         self.kv_bytes_per_token = 0.0
         self.is_connected = False
         self.is_draining = False
+        #: whose KV tiers it reads (`kv_tiers.py`); empty: none
+        self.kv_node = ""
         self.load = ReplicaLoad()
         self.load_at = float("-inf")
         #: load messages so far
@@ -116,6 +119,7 @@ class ReplicaView:
             "running": load.num_running,
             "kv_blocks": load.num_blocks,
             "kv_blocks_free": load.num_free_blocks,
+            "kv_node": self.kv_node,
             "step": load.step,
             "oldest_wait_s": load.oldest_wait_s,
             "kv_fragmentation": load.kv_fragmentation,

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from cluster.config import ClusterConfig, PlainYaml
-from cluster.k8s import capacity, operator_rules, roles, structural
+from cluster.k8s import capacity, operator_rules, pod_memory, roles, structural
 from cluster.k8s.finding import Finding
 from cluster.k8s.serve_check import PATH, parse
 from cluster.live_knobs import lay_over
@@ -87,6 +87,7 @@ def check_service(service: Mapping[str, Any]) -> Iterator[Finding]:
             yield from _user_configs(application, read, path)
             yield from _drain_chain(service, read)
             yield from capacity.check(service, read, counts)
+            yield from pod_memory.check(service, read, counts)
 
 
 def _import_path(import_path: str, path: str) -> Iterator[Finding]:

@@ -86,6 +86,7 @@ class Connector:
             identity=identity,
             slot_bytes=arena.slot_bytes,
             on_disk=list(records),
+            generation=0 if disk is None else disk.generation,
         )
         self._ids = itertools.count()
         self._members: dict[MemberId, Member] = {}
@@ -310,7 +311,7 @@ class Connector:
         assert self.disk is not None, "a disk that is not there is empty"
         is_empty = False
         try:
-            is_empty = await self.disk.clear()
+            is_empty = await self.disk.clear(self.core.generation)
         except Exception:
             logger.exception("the disk tier was not emptied")
         self.act(self.core.on_disk_cleared(job, is_empty, self.now))

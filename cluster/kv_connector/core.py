@@ -83,8 +83,11 @@ class ConnectorCore:
         identity: KVPeer,
         slot_bytes: int,
         on_disk: Iterable[DiskRecord] = (),
+        generation: int = 0,
     ) -> None:
-        """`on_disk`: what the index on disk says, of the same space; its slabs are checked when they are read."""
+        """`on_disk`: what the index on disk says, of the same space; its slabs are checked when they are read.
+        `generation`: of what is there.
+        """
         self.space = space
         self._welcome = Welcome(identity, num_slots, slot_bytes, KV_LEASE_S)
         self._news = TierNews(self.tier_of)
@@ -116,6 +119,12 @@ class ConnectorCore:
         self._called_at = float("-inf")
         #: who waits for the disk to be empty
         self._clears: list[Send] = []
+        self._set_generation(generation)
+
+    @property
+    def generation(self) -> int:
+        """See `TierEvent.generation`."""
+        return self._news.generation
 
     def tier_of(self, block_hash: bytes) -> KVTier | None:
         """The nearest that has it."""
@@ -180,6 +189,7 @@ class ConnectorCore:
                     self._news.hurry()
             case Clear(clear_id=clear_id):
                 # also of who was given up, who is not answered any more: to forget is always right
+                self._set_generation(self.generation + 1)
                 told += self._clear(None if holder.is_given_up else Send(member, Cleared(clear_id)))
             case Beat() | Hello():
                 pass
@@ -227,8 +237,17 @@ class ConnectorCore:
         return []
 
     def on_peer_event(self, peer_id: str, event: TierEvent, now: float) -> list[Instruction]:
-        told: list[Instruction] = [] if self._peers.event(peer_id, event) else [Resync(peer_id)]
+        told = self._catch_up(event.generation)
+        if event.generation < self.generation:
+            # it has not forgotten yet what was to be forgotten; it will, and tell everything anew
+            event = TierEvent(event.number, is_cleared=True)
+        if not self._peers.event(peer_id, event):
+            told.append(Resync(peer_id))
         return told + self._after(now)
+
+    def on_generation(self, generation: int, now: float) -> list[Instruction]:
+        """Of a connector that wants blocks of this one."""
+        return self._catch_up(generation) + self._after(now)
 
     def on_peer_gone(self, peer_id: str) -> list[Instruction]:
         self._peers.gone(peer_id)
@@ -332,6 +351,16 @@ class ConnectorCore:
         if answer is not None:
             self._clears.append(answer)
         return told
+
+    def _catch_up(self, generation: int) -> list[Instruction]:
+        """Somebody else was cleared, and so is this one."""
+        if generation <= self.generation:
+            return []
+        self._set_generation(generation)
+        return self._clear(None)
+
+    def _set_generation(self, generation: int) -> None:
+        self._news.generation = self._loads.staging.generation = generation
 
     def _after(self, now: float) -> list[Instruction]:
         """What follows whatever happened."""

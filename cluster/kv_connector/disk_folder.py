@@ -75,6 +75,21 @@ class SpaceFolder:
             if remove_unused(one):
                 logger.info("removed KV of another model or setting: %s (%.2f GiB)", one.name, sizes.pop(one) / _GIB)
 
+    @property
+    def generation(self) -> int:
+        """Of what is here: `TierEvent.generation`. 0: never cleared, or not known, and then others will say so."""
+        try:
+            return int((self.path / "generation").read_text())
+        except (OSError, ValueError):
+            return 0
+
+    def keep_generation(self, generation: int) -> None:
+        """After the index was emptied, never before: what is found at a restart is at least of this one."""
+        with contextlib.suppress(OSError):  # lost, it costs what is on disk: other nodes tell a higher one
+            fresh = self.path / "generation.new"
+            fresh.write_text(str(generation))
+            os.replace(fresh, self.path / "generation")
+
     def close(self) -> None:
         """Idempotent. The files stay."""
         if self._lock >= 0:

@@ -154,12 +154,17 @@ class DiskTier:
             if slot in self._writing and block_hash in (b"", self._writing[slot][1]):
                 del self._writing[slot]
 
-    async def clear(self) -> bool:
-        """Forget everything, also what is being written. False: the disk does not take that, and a restart may find
-        some of it again.
+    @property
+    def generation(self) -> int:
+        """Of what was there at the start."""
+        return self._folder.generation
+
+    async def clear(self, generation: int = 0) -> bool:
+        """Forget everything, also what is being written; what comes is of `generation`. False: the disk does not take
+        that, and a restart may find some of it again.
         """
         try:
-            await asyncio.to_thread(self._clear)
+            await asyncio.to_thread(self._clear, generation)
         except OSError as error:
             logger.warning("%s cannot be cleared: %s", self.path, error.strerror)
             return False
@@ -205,10 +210,11 @@ class DiskTier:
 
     # ---- on a thread ----
 
-    def _clear(self) -> None:
+    def _clear(self, generation: int) -> None:
         with self._lock:
             self._writing.clear()
             self._journal.clear()
+        self._folder.keep_generation(generation)
 
     def _allocate(self, num_slots: int) -> int:
         """As many slots as there is room for. Raises ConfigError when that is none."""

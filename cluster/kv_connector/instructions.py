@@ -78,6 +78,8 @@ class Fetch(msgspec.Struct, frozen=True):
     hashes: list[bytes]
     slots: list[int]
     within_s: float
+    #: ours (`TierEvent.generation`): who has an older one gives nothing
+    generation: int = 0
 
 
 class Resync(msgspec.Struct, frozen=True):

@@ -77,7 +77,8 @@ class NixlEnd:
         frame = await read_frame(link, MAX_WANT_BYTES)
         while True:
             want = decode_want(frame)
-            lease = await self._source.lease_for_peer(reader, want.hashes, min(max(want.within_s, 0.0), 600.0))
+            within_s = min(max(want.within_s, 0.0), 600.0)
+            lease = await self._source.lease_for_peer(reader, want.hashes, within_s, want.generation)
             try:
                 digests = await asyncio.to_thread(self.digests, lease.slots)
                 await write_frame(link, encode(Leased(lease.slots, digests)))
@@ -105,9 +106,11 @@ class NixlTransport:
         self._locks: dict[PeerAddress, asyncio.Lock] = {}
         self._running: set[asyncio.Task[list[bool]]] = set()
 
-    async def fetch(self, peer: PeerAddress, hashes: list[bytes], slots: list[int], within_s: float) -> list[bool]:
+    async def fetch(
+        self, peer: PeerAddress, hashes: list[bytes], slots: list[int], within_s: float, generation: int = 0
+    ) -> list[bool]:
         """See `Transport`. Returns late if NIXL cannot give up a reading: it still writes into the slots."""
-        task = asyncio.create_task(self._fetch(peer, hashes, slots, time.monotonic() + within_s))
+        task = asyncio.create_task(self._fetch(peer, hashes, slots, time.monotonic() + within_s, generation))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
@@ -124,7 +127,9 @@ class NixlTransport:
             link.close()
         self._links.clear()
 
-    async def _fetch(self, peer: PeerAddress, hashes: list[bytes], slots: list[int], deadline: float) -> list[bool]:
+    async def _fetch(
+        self, peer: PeerAddress, hashes: list[bytes], slots: list[int], deadline: float, generation: int
+    ) -> list[bool]:
         missing = [False] * len(hashes)
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
@@ -134,7 +139,7 @@ class NixlTransport:
         try:
             async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
                 link, offer, agent = await self._connected(peer)
-                await write_frame(link, encode(Want(0, hashes, max(0.0, deadline - time.monotonic()))))
+                await write_frame(link, encode(Want(0, hashes, max(0.0, deadline - time.monotonic()), generation)))
                 leased = _decode_leased(await read_frame(link, MAX_WANT_BYTES))
             if len(leased.slots) != len(hashes) or len(leased.digests) != len(hashes):
                 raise PeerError("it answered for other blocks than were asked for")

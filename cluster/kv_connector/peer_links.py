@@ -95,6 +95,7 @@ class PeerLinks:
             node = self._node
             identity = Identity(node.identity, node.space, node.space.block_bytes, token)
             self._giver = TcpGiver(host, identity, self, node.arena.slab, port=port)
+            self._giver.generation = node.core.generation
             self._transport = TcpTransport(identity, node.arena.slab)
             self._join_news()
             self.address = PeerAddress(node.identity, host, self._giver.port)
@@ -119,7 +120,7 @@ class PeerLinks:
         address = next((one for one in self._heard if one.peer.peer_id == order.peer_id), None)
         if address is None or self._transport is None:
             return [False] * len(order.hashes)
-        return await self._transport.fetch(address, order.hashes, order.slots, order.within_s)
+        return await self._transport.fetch(address, order.hashes, order.slots, order.within_s, order.generation)
 
     def beat(self) -> None:
         """Those who stand for others here live as long as their connections do."""
@@ -144,8 +145,11 @@ class PeerLinks:
 
     # ---- what this node gives: `SlabSource` ----
 
-    async def lease_for_peer(self, reader: KVPeer, hashes: list[bytes], within_s: float) -> ReadLease:
+    async def lease_for_peer(
+        self, reader: KVPeer, hashes: list[bytes], within_s: float, generation: int = 0
+    ) -> ReadLease:
         """See `SlabSource`: the first of them that are here, up to one that is not."""
+        self._node.act(self._node.core.on_generation(generation, self._node.now))
         found = self._readers.get(reader)
         if found is None:
             hello = Hello(reader, "connector", self._node.space, wants_events=False)
@@ -201,7 +205,7 @@ class PeerLinks:
 
     def _on_news(self, message: FromConnector | None) -> None:
         if isinstance(message, TierEvent) and self._giver is not None:
-            self._giver.publish(message.stored, message.removed, message.is_cleared)
+            self._giver.publish(message.stored, message.removed, message.is_cleared, message.generation)
         elif message is None and self._news is not None:  # it stood still for a lease: everybody hears all of it again
             asyncio.get_running_loop().call_soon(self._rejoin)
 
@@ -210,7 +214,7 @@ class PeerLinks:
             self._node.leave(self._news)
             self._join_news()
             if self._giver is not None:
-                self._giver.publish(self.held_blocks(), [], is_cleared=True)
+                self._giver.publish(self.held_blocks(), [], True, self._node.core.generation)
 
     # ---- what others have ----
 

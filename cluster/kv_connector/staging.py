@@ -56,6 +56,8 @@ class Staging:
         self._writer = writer
         self._jobs = jobs
         self._most = most
+        #: of this connector: told to whom something is taken from
+        self.generation = 0
         self._disk_jobs: dict[JobId, _DiskJob] = {}
         self._fetch_jobs: dict[JobId, _FetchJob] = {}
         self._on_way: dict[Block, OnWay] = {}
@@ -105,7 +107,7 @@ class Staging:
         job = next(self._jobs)
         self._fetch_jobs[job] = _FetchJob(blocks, peer_id, now)
         hashes, slots = [block.block_hash for block in blocks], [block.slot for block in blocks]
-        return Fetch(job, peer_id, hashes, slots, max(within_s, LONGEST_FETCH_S))
+        return Fetch(job, peer_id, hashes, slots, max(within_s, LONGEST_FETCH_S), self.generation)
 
     def disk_read(self, job: JobId, checksum: int | None) -> tuple[list[Instruction], list[tuple[Block, bool]]]:
         """What follows, and the blocks that were brought, or not. An unknown job is ignored."""

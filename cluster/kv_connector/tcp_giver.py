@@ -80,13 +80,18 @@ class TcpGiver:
         self._leasing: set[asyncio.Task[object]] = set()
         #: other things than slabs over TCP that are given here, by name: served on the loop until it returns or raises
         self.others: dict[str, Callable[[socket.socket, KVPeer], Awaitable[None]]] = {}
+        #: what was told last, or is true from the start
+        self.generation = 0
         self._is_closed = False
         self._accepting = self._loop.create_task(self._accept())
 
-    def publish(self, stored: dict[KVTier, list[bytes]], removed: list[bytes], is_cleared: bool = False) -> None:
+    def publish(
+        self, stored: dict[KVTier, list[bytes]], removed: list[bytes], is_cleared: bool = False, generation: int = 0
+    ) -> None:
         """Tell all subscribers. Never blocks."""
+        self.generation = generation
         for one in list(self._subscribers):
-            one.tell(stored, removed, is_cleared)
+            one.tell(stored, removed, is_cleared, generation)
 
     async def close(self) -> None:
         """Idempotent. When it returns no thread reads the arena."""
@@ -168,7 +173,7 @@ class TcpGiver:
 
     def _give(self, peer: socket.socket, reader: KVPeer, want: Want) -> None:
         within_s = min(max(want.within_s, 0.0), 600.0)
-        coming = asyncio.run_coroutine_threadsafe(self._lease(reader, want.hashes, within_s), self._loop)
+        coming = asyncio.run_coroutine_threadsafe(self._lease(reader, want, within_s), self._loop)
         try:
             lease = coming.result()
         except (LeaseCancelled, TimeoutError):
@@ -179,16 +184,16 @@ class TcpGiver:
         finally:
             self._loop.call_soon_threadsafe(self._source.release_of_peer, lease)
 
-    async def _lease(self, reader: KVPeer, hashes: list[bytes], within_s: float) -> ReadLease:
+    async def _lease(self, reader: KVPeer, want: Want, within_s: float) -> ReadLease:
         task = asyncio.current_task()
         assert task is not None
         self._leasing.add(task)
         try:
             async with asyncio.timeout(within_s + 1):
-                lease = await self._source.lease_for_peer(reader, hashes, within_s)
+                lease = await self._source.lease_for_peer(reader, want.hashes, within_s, want.generation)
         finally:
             self._leasing.discard(task)
-        assert len(lease.slots) == len(hashes), "a slot for each hash"
+        assert len(lease.slots) == len(want.hashes), "a slot for each hash"
         return lease
 
     def _send(self, peer: socket.socket, request_id: int, slots: list[int]) -> None:
@@ -219,7 +224,8 @@ class TcpGiver:
 
     async def _serve_events(self, peer: socket.socket) -> None:
         subscriber = _Subscriber()
-        subscriber.tell(self._source.held_blocks(), [], False)
+        held = self._source.held_blocks()  # tells the others first, of a new generation as well
+        subscriber.tell(held, [], False, self.generation)
         self._subscribers.add(subscriber)
         try:
             while not subscriber.is_too_slow:
@@ -239,8 +245,8 @@ class _Subscriber:
         self._more = asyncio.Event()
         self.is_too_slow = False
 
-    def tell(self, stored: dict[KVTier, list[bytes]], removed: list[bytes], is_cleared: bool) -> None:
-        frame = encode_kv(TierEvent(self._number, stored, removed, is_cleared))
+    def tell(self, stored: dict[KVTier, list[bytes]], removed: list[bytes], is_cleared: bool, generation: int) -> None:
+        frame = encode_kv(TierEvent(self._number, stored, removed, is_cleared, generation))
         self._number += 1
         self._frames.append(frame)
         self._num_bytes += len(frame)

@@ -70,12 +70,15 @@ class TcpTransport:
         self._is_closed = False
         self.stats = FetchStats()
 
-    async def fetch(self, peer: PeerAddress, hashes: list[bytes], slots: list[int], within_s: float) -> list[bool]:
+    async def fetch(
+        self, peer: PeerAddress, hashes: list[bytes], slots: list[int], within_s: float, generation: int = 0
+    ) -> list[bool]:
         """See `Transport`."""
         assert len(hashes) == len(slots), "a slot for each hash"
         if self._is_closed or not hashes:
             return [False] * len(hashes)
         work = _Fetch(hashes, [self._slab(slot) for slot in slots], time.monotonic() + within_s, self._num_lanes)
+        work.generation = generation
         task = asyncio.create_task(self._fetch(peer, work))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -211,6 +214,8 @@ class _Fetch:
         self._is_given_up = False
         #: connections that come
         self.opening: set[asyncio.Future[socket.socket]] = set()
+        #: of the taker, told to the giver
+        self.generation = 0
         self.num_bytes = self.num_corrupt = self.num_broken = 0
 
     @property
@@ -254,7 +259,8 @@ class _Fetch:
                 while len(out) < REQUESTS_OUT and (indices := self._next_request()):
                     request_id = next(request_ids) & 0xFFFFFFFF
                     out.append((request_id, indices))
-                    want = encode(Want(request_id, [self._hashes[i] for i in indices], self.seconds_left))
+                    hashes = [self._hashes[i] for i in indices]
+                    want = encode(Want(request_id, hashes, self.seconds_left, self.generation))
                     send_all(link, [LENGTH.pack(len(want)), want])
                 if not out:
                     return True

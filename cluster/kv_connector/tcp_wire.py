@@ -82,6 +82,8 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
     request_id: int
     hashes: list[bytes]
     within_s: float
+    #: of the reader; a giver with an older one forgets what it has, and gives nothing
+    generation: int = 0
 
 
 Handshake = Greet | Challenge | Introduce | Accept | Refuse

@@ -24,6 +24,8 @@ class TierNews:
 
     def __init__(self, tier_of: Callable[[bytes], KVTier | None]) -> None:
         self._tier_of = tier_of
+        #: told along with everything
+        self.generation = 0
         #: what was told of those that have changed since
         self._before: dict[bytes, KVTier | None] = {}
         self._is_cleared = False
@@ -102,4 +104,4 @@ class TierNews:
         if not (by_tier or gone or is_cleared or is_first):
             return None
         self._members[member] = (number + 1, is_peer)
-        return Send(member, TierEvent(number, by_tier, gone, is_cleared))
+        return Send(member, TierEvent(number, by_tier, gone, is_cleared, self.generation))

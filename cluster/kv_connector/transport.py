@@ -28,8 +28,10 @@ class ReadLease(msgspec.Struct, frozen=True):
 class SlabSource(Protocol):
     """What a connector gives to others. Called on the loop."""
 
-    async def lease_for_peer(self, reader: KVPeer, hashes: list[bytes], within_s: float) -> ReadLease:
-        """One slot for each hash. May bring them from disk first."""
+    async def lease_for_peer(
+        self, reader: KVPeer, hashes: list[bytes], within_s: float, generation: int = 0
+    ) -> ReadLease:
+        """One slot for each hash. May bring them from disk first. `generation`: of the reader."""
 
     def release_of_peer(self, lease: ReadLease) -> None:
         """Nothing reads its slots any more. Exactly once for each lease."""
@@ -41,8 +43,11 @@ class SlabSource(Protocol):
 class Transport(Protocol):
     """Brings slabs of other connectors into slots of our arena."""
 
-    async def fetch(self, peer: PeerAddress, hashes: list[bytes], slots: list[int], within_s: float) -> list[bool]:
-        """For each hash: its slot holds exactly its bytes. Never raises for what a peer does or does not do.
+    async def fetch(
+        self, peer: PeerAddress, hashes: list[bytes], slots: list[int], within_s: float, generation: int = 0
+    ) -> list[bool]:
+        """For each hash: its slot holds exactly its bytes, of this or a later generation. Never raises for what a peer
+        does or does not do.
 
         The slots belong to the transport until it returns, also when it is cancelled: nothing writes into them after.
         """

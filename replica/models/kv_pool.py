@@ -8,9 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from replica.config import OffloadDType
 from replica.errors import ConfigError
+from replica.kv_codec import KVShape
 from replica.models.decoder_config import ModelShape
 from replica.shard import Shard
+from replica.slab_code import SlabCoder
 
 GIB = 1 << 30
 
@@ -40,6 +43,18 @@ def slabs(pool: torch.Tensor) -> npt.NDArray[np.uint8]:
     assert pool.is_contiguous(), "a block is not one piece of memory"
     rows: npt.NDArray[np.uint8] = pool.view(pool.shape[0], -1).view(torch.uint8).numpy()
     return rows
+
+
+def coder_of(pool: torch.Tensor, offload_dtype: OffloadDType) -> SlabCoder | None:
+    """How blocks of `pool` are held elsewhere; None: as they are. Raises ConfigError for a shape that cannot be so."""
+    if offload_dtype == "model":
+        return None
+    _, heads, layers, _, block_size, dim = pool.shape
+    try:
+        shape = KVShape(heads, layers, block_size, dim, pool.dtype == torch.bfloat16)
+        return SlabCoder(shape, 8 if offload_dtype == "int8" else 4)
+    except ValueError as error:
+        raise ConfigError(f"kv_cache.offload_dtype: {offload_dtype!r}, but {error}; allowed here: 'model'") from None
 
 
 def allocate(

@@ -13,7 +13,7 @@ from cluster.kv_connector.config import KVCacheConfig
 from cluster.kv_connector.connector import Connector
 from replica.arena_client import open_arena
 from replica.arena_map import round_slot
-from replica.config import GIB, CacheConfig, EngineConfig, SchedulerConfig
+from replica.config import GIB, CacheConfig, EngineConfig, OffloadDType, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner, expected_output
 from replica.kv_events import KV_LAYOUT
@@ -69,7 +69,13 @@ async def node(
 
 @asynccontextmanager
 async def engine(
-    find: Connector | Door, name: str, *, runner: ModelRunner | None = None, num_blocks: int = 64, **scheduler: Any
+    find: Connector | Door,
+    name: str,
+    *,
+    runner: ModelRunner | None = None,
+    num_blocks: int = 64,
+    offload_dtype: OffloadDType = "model",
+    **scheduler: Any,
 ) -> AsyncIterator[Engine]:
     """An engine over a fake runner, beside a connector. Connected when it is given out."""
     if isinstance(find, Connector):
@@ -80,7 +86,7 @@ async def engine(
     made = runner or fake(num_blocks)
     link = NodeLink(KVPeer(name, f"i{next(_numbers)}"), door.find)
     config = EngineConfig(
-        cache=CacheConfig(block_size=made.info.block_size),
+        cache=CacheConfig(block_size=made.info.block_size, offload_dtype=offload_dtype),
         scheduler=SchedulerConfig.model_validate({"max_num_batched_tokens": 64, **scheduler}),
     )
     one = Engine(

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from replica.engine import Engine
 from replica.kv_events import KV_LAYOUT
 from replica.kv_messages import KVSpace, KVTier
-from replica.messages import ResetPrefixCache, RouterId
+from replica.messages import ReplicaId, ResetPrefixCache, RouterId, StepOutput, decode_up
+from router.kv_tiers import KVTiers
 from tests.cluster.kv_cluster import (
     SPACE,
     Door,
@@ -54,6 +56,34 @@ async def test_one_of_the_replicas_tells_what_the_node_counts() -> None:
         assert "tier_stored" not in counters(second)
         told = counters(first)
         assert (told["tier_slots_host"], told["tier_blocks_host"], told["tier_stranded"]) == (128, NUM_BLOCKS, 0)
+
+
+async def test_a_router_hears_what_a_node_has_from_one_of_its_replicas() -> None:
+    view = KVTiers()
+
+    async def listen(one: Engine, name: str) -> None:
+        link = one.connect(RouterId("router"))
+        async for data in link.messages():
+            message = decode_up(data)
+            if isinstance(message, StepOutput):
+                view.hear(ReplicaId(name), message.kv_events)
+        view.gone(ReplicaId(name))
+
+    async with node(name="n1") as one, engine(one, "b") as second:
+        async with engine(one, "a") as first:
+            listening = [asyncio.create_task(listen(each, name)) for each, name in ((first, "a"), (second, "b"))]
+            await ask(first, PROMPT)
+            await until(lambda: view.num_blocks("n1")["host"] == NUM_BLOCKS)
+            held = list(one.core.held(one.now)[1][KVTier.HOST])
+            assert all(view.leading([h]) for h in held)
+            await until(lambda: view.node_of(ReplicaId("a")) == view.node_of(ReplicaId("b")) == "n1")
+            (told,) = view.describe()
+            assert (told["told_by"], told["replicas"]) == ("b", 2)  # it was here before
+        await listening[0]
+        second.handle(second.connect(RouterId("other")), ResetPrefixCache("1"))
+        await until(lambda: view.num_blocks("n1")["host"] == 0)
+    await listening[1]
+    assert view.describe() == []
 
 
 async def test_a_replica_that_is_gone_leaves_its_blocks_and_nothing_else() -> None:
@@ -185,6 +215,60 @@ async def test_blocks_of_another_node_come_over_tcp_into_the_arena(tmp_path: Pat
             assert two.core.stats(two.now).loads.given[KVTier.HOST] == 17
 
 
+async def test_f_12_a_reset_reaches_other_nodes_and_what_they_give(tmp_path: Path) -> None:
+    """Also one that was not there: it finds out when it comes back, and keeps what was stored after it knew."""
+    token = b"token" * 8
+    async with node(name="n1") as one, engine(one, "a") as first:
+        address = one.peers.listen("127.0.0.1", token)
+        async with node(name="n2", folder=tmp_path, num_disk_slots=64) as two, engine(two, "b") as second:
+            two.peers.set_peers([address])
+            one.peers.set_peers([two.peers.listen("127.0.0.1", token)])
+            await ask(second, PROMPT)
+            await until(lambda: two.core.stats(two.now).num_on_disk == num_known(first) == NUM_BLOCKS)
+            first.handle(first.connect(RouterId("r")), ResetPrefixCache("1"))
+            await until(lambda: two.core.generation == one.core.generation == 1)
+            await until(lambda: num_known(second) == 0)
+            assert two.core.stats(two.now).num_found == two.core.stats(two.now).num_on_disk == 0
+            forget(first)
+            await ask(first, PROMPT)
+            assert counters(first)["kv_blocks_loaded"] == 0
+            forget(second)
+            await until(lambda: num_known(second) == NUM_BLOCKS)  # computed after it, and found by both
+            await ask(second, PROMPT)
+            assert counters(second)["kv_blocks_loaded"] == 17
+            await until(lambda: two.core.stats(two.now).num_on_disk >= 17)
+        one.peers.set_peers([])
+        async with node(name="n2", folder=tmp_path, num_disk_slots=64) as again:
+            assert again.core.generation == 1, "it was cleared on disk as well"
+            again.peers.listen("127.0.0.1", token)
+            again.peers.set_peers([address])
+            await until(lambda: again.core.stats(again.now).num_peers == 1)
+            assert again.core.stats(again.now).num_on_disk >= 17
+        first.handle(first.connect(RouterId("r2")), ResetPrefixCache("2"))
+        await until(lambda: one.core.generation == 2)
+        async with node(name="n2", folder=tmp_path, num_disk_slots=64) as late:
+            assert late.core.stats(late.now).num_on_disk >= 17
+            late.peers.listen("127.0.0.1", token)
+            late.peers.set_peers([address])
+            await until(lambda: late.core.generation == 2)
+            assert late.core.stats(late.now).num_on_disk == 0
+
+
+async def test_f_12_who_is_asked_by_somebody_cleared_forgets_and_gives_nothing() -> None:
+    token = b"token" * 8
+    async with node(name="n1") as one, node(name="n2") as two, engine(two, "b") as second:
+        two.peers.listen("127.0.0.1", token)
+        await ask(second, PROMPT)
+        await until(lambda: two.core.stats(two.now).num_found == NUM_BLOCKS)
+        hashes = list(two.core.held(two.now)[1][KVTier.HOST])
+        lease = await two.peers.lease_for_peer(one.identity, hashes[:2], 1.0, generation=0)
+        assert min(lease.slots) >= 0
+        two.peers.release_of_peer(lease)
+        lease = await two.peers.lease_for_peer(one.identity, hashes[:2], 1.0, generation=3)
+        assert (lease.slots, two.core.generation, two.core.stats(two.now).num_found) == ([-1, -1], 3, 0)
+        two.peers.release_of_peer(lease)
+
+
 async def test_f_06_two_who_compute_the_same_at_once_store_it_once_and_load_what_is_whole() -> None:
     async with node() as one, engine(one, "a") as first, engine(one, "b") as second:
         told = [submit(each, PROMPT)[0] for each in (first, second)]
@@ -192,6 +276,26 @@ async def test_f_06_two_who_compute_the_same_at_once_store_it_once_and_load_what
             await until(lambda sequence=sequence: sequence.finish_reason is not None)  # type: ignore[misc]
             check(sequence, PROMPT)
         await until(lambda: one.core.stats(one.now).stores.stored == NUM_BLOCKS)
+        await until(lambda: one.core.stats(one.now).num_reserved == one.core.stats(one.now).num_leased == 0)
+
+
+async def test_f_06_what_a_slow_writer_has_not_written_is_computed(tmp_path: Path) -> None:
+    """The writer stops in the middle of its blocks; whoever asks then gets those that are whole, and the same text."""
+    runner = fake()
+    runner.copies.most = 1
+    async with node() as one, engine(one, "a", runner=runner) as first, engine(one, "b") as second:
+        told, _ = submit(first, PROMPT)
+        await until(lambda: one.core.stats(one.now).stores.stored >= 8)
+        runner.copies.most = 0
+        await until(lambda: told.finish_reason is not None)
+        check(told, PROMPT)
+        num_whole = one.core.stats(one.now).num_found
+        assert 8 <= num_whole < NUM_BLOCKS
+        await until(lambda: num_known(second) >= num_whole)
+        await ask(second, PROMPT)
+        assert 0 < counters(second)["kv_blocks_loaded"] <= num_whole
+        runner.copies.most = None
+        await until(lambda: one.core.stats(one.now).num_found == NUM_BLOCKS)
         await until(lambda: one.core.stats(one.now).num_reserved == one.core.stats(one.now).num_leased == 0)
 
 

@@ -63,7 +63,9 @@ class Source:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
 
-    async def lease_for_peer(self, reader: KVPeer, hashes: list[bytes], within_s: float) -> ReadLease:
+    async def lease_for_peer(
+        self, reader: KVPeer, hashes: list[bytes], within_s: float, generation: int = 0
+    ) -> ReadLease:
         assert reader == IDENTITY.me
         await self.may_answer.wait()
         self.num_out += 1

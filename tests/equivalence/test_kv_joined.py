@@ -18,8 +18,9 @@ import pytest
 from benchmarks.equality import Item, Trace, Way, differences, make_items
 from cluster.kv_connector.connector import Connector
 from replica.arena_client import open_arena
+from replica.config import OffloadDType
 from replica.engine import Engine
-from replica.kv_events import KV_LAYOUT
+from replica.kv_events import slot_layout
 from replica.kv_messages import KVSpace, KVTier
 from replica.model_runner import TorchModelRunner
 from replica.step import RunnerInfo, StepPlan, StepResult
@@ -37,8 +38,10 @@ TOKEN = b"t" * 32
 class TracingRunner:
     """Keeps a digest of the logits behind every token, by sequence."""
 
-    def __init__(self, folder: Path, dtype: str, num_blocks: int) -> None:
+    def __init__(self, folder: Path, dtype: str, num_blocks: int, offload_dtype: OffloadDType = "model") -> None:
         config = make_config(dtype, 16, num_blocks, threads=1)  # type: ignore[arg-type]
+        self.cache = config.cache.model_copy(update={"offload_dtype": offload_dtype})
+        config = config.model_copy(update={"cache": self.cache})
         self._runner = TorchModelRunner(config, folder, self_test=False, open_arena=open_arena)
         self._runner.capture_logits = True
         self.logits: dict[int, list[bytes]] = {}
@@ -49,7 +52,7 @@ class TracingRunner:
 
     @property
     def space(self) -> KVSpace:
-        return KVSpace(self.info.model_fingerprint, 16, self.info.block_bytes, 1, KV_LAYOUT)
+        return KVSpace(self.info.model_fingerprint, 16, self.info.block_bytes, 1, slot_layout(self.cache))
 
     def prepare_grammar(self, grammar: str) -> None:
         self._runner.prepare_grammar(grammar)
@@ -189,3 +192,30 @@ async def test_aborts_tiny_tiers_offload_and_two_replicas(bench: Bench, tmp_path
             await until(lambda each=each: each.core.blocks.num_free == each.core.blocks.num_blocks)  # type: ignore[misc]
             each.core.validate()
         await until(lambda: one.core.stats(one.now).num_leased == one.core.stats(one.now).num_reserved == 0)
+
+
+@pytest.mark.parametrize("offload_dtype", ["int8", "int4"])
+async def test_compressed_blocks_are_the_same_for_everybody_and_not_what_was_computed(
+    bench: Bench, offload_dtype: OffloadDType
+) -> None:
+    def small() -> TracingRunner:
+        return TracingRunner(bench.folder, bench.dtype, 400, offload_dtype)
+
+    # of different beginnings: who shares blocks with an earlier one in its pool has them as they were computed
+    items = list({tuple(item.prompt[:16]): item for item in ITEMS if len(item.prompt) > 64}.values())
+    async with bench.replica(Door(), "alone") as alone:
+        plain = await run(alone, items)
+    space = small().space
+    assert space.block_bytes < (0.6 if offload_dtype == "int8" else 0.35) * bench.space.block_bytes
+    loaded = []
+    async with node(600, space=space) as one:
+        async with engine(one, "a", runner=(runner := small()), offload_dtype=offload_dtype) as first:
+            equal(plain, await run((first, runner), items), "stores, and reads its own pool")
+            await until(lambda: one.core.stats(one.now).num_reserved == 0 and not first.core.num_unfinished)
+        for name in "bc":
+            async with engine(one, name, runner=(runner := small()), offload_dtype=offload_dtype) as other:
+                await until(lambda other=other: num_known(other) > 10)  # type: ignore[misc]
+                loaded.append(await run((other, runner), items))
+                assert counters(other)["kv_blocks_loaded"] > 10
+    equal(loaded[0], loaded[1], "two who load the same")
+    assert differences(plain, loaded[0], Way("compressed")) != []

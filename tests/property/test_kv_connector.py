@@ -62,5 +62,7 @@ def test_a_slice_of_the_soak() -> None:
         "late",
         "evictions",
         "quarantined slots seen",
+        "cleared with a peer",
+        "not believed",
     ):
         assert counts[name] > 0, f"{name}: {counts}"

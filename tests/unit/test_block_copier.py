@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from replica.block_copier import BlockCopier, CopySlabs, best_copy, by_numpy
+from replica.kv_codec import KVCodec, KVShape
 from replica.kv_messages import ArenaPlace, KVPeer, KVSpace
+from replica.slab_code import SlabCoder
 from replica.step import Arena, StepPlan
 from tests.unit.tier_harness import FakeArena
 
@@ -103,3 +105,44 @@ def test_numbers_go_on_after_a_new_beginning(world: World) -> None:
     world.take(500, [(2, 2)], [], is_new=True)
     assert world.ranks[0].progress()[:2] == (501, 0)
     assert (world.pools[1][2] == world.slots[2, 32:64]).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("use_native", [True, False])
+def test_coded_blocks_are_each_ranks_part_of_a_smaller_slot(bits: int, use_native: bool) -> None:
+    shape = KVShape(2, 2, 4, 16, True)
+    values = np.random.default_rng(1).normal(size=(2, 30, shape.slab_bytes // 2)).astype(np.float32)
+    before = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+    pools = before.copy()
+    coder = SlabCoder(shape, bits, use_native)
+    slots = np.full((40, 2 * coder.coded_bytes + 3), 9, np.uint8)  # ranks' parts begin anywhere
+    ranks = [
+        BlockCopier(pool, rank, lambda place, member: FakeArena(slots), by_numpy, coder=coder)
+        for rank, pool in enumerate(pools)
+    ]
+    stores, loads = [(block, 39 - block) for block in range(30)], [(39 - block, block) for block in range(29)]
+    for first, plan_loads, plan_stores in ((0, [], stores), (30, loads, [])):
+        for rank in ranks:
+            rank.take(StepPlan(0, [], [], [], loads=plan_loads, stores=plan_stores, first_copy=first, arena=PLACE))
+            rank.wait(WAIT_S)
+    assert [rank.progress()[:2] for rank in ranks] == [(59, 0), (59, 0)]
+    assert (slots[:, 2 * coder.coded_bytes :] == 9).all(), "beyond the block"
+    codec, coded, back = (
+        KVCodec(shape, bits),
+        np.empty(coder.coded_bytes, np.uint8),
+        np.empty(shape.slab_bytes, np.uint8),
+    )
+    step = {8: 0.07, 4: 0.6}[bits]
+    for number in (0, 1):
+        assert (pools[number, 29] == before[number, 29]).all(), "it was not loaded"
+        for block in range(29):
+            codec.encode(before[number, block], coded)
+            codec.decode(coded, back)
+            apart = _floats(pools[number, block]) - _floats(back)
+            assert np.abs(apart).max() < step, "another number than the codec's own, by more than one step"
+            assert (apart == 0).mean() > 0.98
+        ranks[number].close()
+
+
+def _floats(slab: np.ndarray) -> np.ndarray:
+    return (slab.view(np.uint16).astype(np.uint32) << 16).view(np.float32)

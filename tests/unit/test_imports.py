@@ -27,6 +27,7 @@ TAGS = ("PURE", "ASYNC", "TORCH", "RAY")
 CONTRACT = {
     "replica",
     "replica.messages",
+    "replica.kv_tier",
     "replica.permit_messages",
     "replica.hand_over_messages",
     "replica.stages",

@@ -9,6 +9,8 @@ import pytest
 
 from cluster.kv_connector.disk_index import DiskRecord
 from cluster.kv_connector.instructions import ClearDisk, Close, ReadDisk, WriteDisk
+from replica.config import CacheConfig
+from replica.kv_events import slot_layout
 from replica.kv_messages import Clear, Cleared, KVSpace, Seal, Unwelcome, Welcome
 from tests.unit.kv_node import SPACE, Node, hashes, messages, of, only
 
@@ -77,6 +79,14 @@ def test_f_09_another_space_is_refused_with_its_field_and_both_values(field: str
     assert not messages(told, Welcome)
     assert node.acquire(hashes(1), member=2).told == []
     assert node.core.stats(node.now).num_holders == 1
+
+
+def test_f_09_compression_is_another_space() -> None:
+    """Even where its slots had as many bytes."""
+    layouts = [slot_layout(CacheConfig(offload_dtype=dtype)) for dtype in ("model", "int8", "int4")]
+    assert len(set(layouts)) == 3
+    told = Node().hello(2, "replica-1", space=msgspec.structs.replace(SPACE, layout=layouts[1]))
+    assert "int8' at your side" in only(messages(told, Unwelcome, 2)).message
 
 
 def test_f_10_what_is_on_disk_is_found_after_a_restart() -> None:

@@ -82,7 +82,7 @@ async def test_what_is_stored_comes_back(tmp_path: Path, use_direct: bool) -> No
     await tier.close()
 
 
-async def test_f13_a_slot_holds_exactly_what_was_stored_last(tmp_path: Path) -> None:
+async def test_f_13_a_slot_holds_exactly_what_was_stored_last(tmp_path: Path) -> None:
     tier = await opened(tmp_path)
     for size in (SLAB, 100, 0, 4096, SLAB - 1, 1, SLAB):
         assert await write(tier, [item(1, size=size), item(2, size=size)]) == [True, True]
@@ -96,7 +96,7 @@ def started(command: list[str], root: Path, environ: dict[str, str]) -> subproce
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root, env=environ, text=True)
 
 
-async def test_f10_a_restart_finds_everything(tmp_path: Path) -> None:
+async def test_f_10_a_restart_finds_everything(tmp_path: Path) -> None:
     """Another process, with another seed of Python's own hash."""
     script = (
         "import asyncio, sys\nfrom pathlib import Path\nfrom tests.unit import test_kv_disk as t\n"
@@ -129,7 +129,7 @@ async def test_f10_a_restart_finds_everything(tmp_path: Path) -> None:
     await tier.close()
 
 
-async def test_f06_nothing_is_found_before_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f_06_nothing_is_found_before_it_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tier = await opened(tmp_path)
     assert all(await write(tier, [item(1, slot=5)]))
     begun, go_on = threading.Event(), threading.Event()
@@ -151,7 +151,7 @@ async def test_f06_nothing_is_found_before_it_is_complete(tmp_path: Path, monkey
     await tier.close()
 
 
-async def test_f12_what_is_forgotten_while_it_is_written_is_not_found(
+async def test_f_12_what_is_forgotten_while_it_is_written_is_not_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = await opened(tmp_path)
@@ -203,7 +203,7 @@ def delete(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("damage", "lost"), [(cut, set(range(8, 16))), (flip, {3}), (delete, set(range(16)))])
-async def test_f07_damage_while_it_is_closed(
+async def test_f_07_damage_while_it_is_closed(
     tmp_path: Path, damage: Callable[[Path], None], lost: set[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     tier = await opened(tmp_path)
@@ -223,7 +223,7 @@ async def test_f07_damage_while_it_is_closed(
 
 
 @pytest.mark.parametrize(("damage", "lost"), [(cut, set(range(8, 16))), (flip, {3}), (delete, set())])
-async def test_f07_damage_while_it_is_open(tmp_path: Path, damage: Callable[[Path], None], lost: set[int]) -> None:
+async def test_f_07_damage_while_it_is_open(tmp_path: Path, damage: Callable[[Path], None], lost: set[int]) -> None:
     tier = await opened(tmp_path, use_direct=False)
     assert all(await write(tier, [item(number) for number in range(16)]))
     damage(tier.path / "slabs-000")
@@ -232,7 +232,7 @@ async def test_f07_damage_while_it_is_open(tmp_path: Path, damage: Callable[[Pat
     await tier.close()
 
 
-async def test_f07_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f_07_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bad sector: the read of a run fails, and only the block that lies there is lost."""
     tier = await opened(tmp_path)
     assert all(await write(tier, [item(number) for number in range(8)]))
@@ -248,7 +248,7 @@ async def test_f07_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytes
     await tier.close()
 
 
-async def test_f07_a_miss_does_not_remove_what_was_stored_again(
+async def test_f_07_a_miss_does_not_remove_what_was_stored_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = await opened(tmp_path)
@@ -271,6 +271,45 @@ async def test_f07_a_miss_does_not_remove_what_was_stored_again(
     go_on.set()
     assert await reading == [False]
     assert await found(tier, 1) == [True]
+    await tier.close()
+
+
+async def test_f_10_slabs_without_an_index_are_nobodys_and_their_room_is_used_again(tmp_path: Path) -> None:
+    tier = await opened(tmp_path)
+    assert all(await write(tier, [item(number) for number in range(6)]))
+    size = sum(path.stat().st_size for path in tier.path.glob("slabs-*"))
+    await tier.close()
+    (tier.path / "index").unlink()
+    again = await opened(tmp_path)
+    assert again.entries() == []
+    assert await found(again, *range(6)) == [False] * 6
+    assert all(await write(again, [item(number) for number in range(6)]))
+    assert await found(again, *range(6)) == [True] * 6
+    assert sum(path.stat().st_size for path in again.path.glob("slabs-*")) == size
+    await again.close()
+
+
+async def test_f_12_a_generation_is_kept_when_the_index_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await opened(tmp_path)
+    assert tier.generation == 0
+    assert all(await write(tier, [item(1)]))
+    assert await tier.clear(7)
+    await tier.close()
+    tier = await opened(tmp_path)
+    assert (tier.generation, tier.entries()) == (7, [])
+
+    def fails(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disk_journal.DiskJournal, "clear", fails)
+    assert not await tier.clear(8)
+    assert tier.generation == 7, "what is there is still of before"
+    await tier.close()
+    (tier.path / "generation").write_text("seven")
+    tier = await opened(tmp_path)
+    assert tier.generation == 0
     await tier.close()
 
 
@@ -326,7 +365,7 @@ def test_the_index_does_not_grow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         {"layout": "another"},
     ],
 )
-async def test_f09_another_configuration_finds_nothing(tmp_path: Path, change: dict[str, object]) -> None:
+async def test_f_09_another_configuration_finds_nothing(tmp_path: Path, change: dict[str, object]) -> None:
     other = msgspec.structs.replace(SPACE, **change)
     tier = await opened(tmp_path, num_slots=4)
     assert all(await write(tier, [item(number) for number in range(4)]))
@@ -339,7 +378,7 @@ async def test_f09_another_configuration_finds_nothing(tmp_path: Path, change: d
     await tier.close()
 
 
-async def test_f09_the_longest_unused_space_makes_room(tmp_path: Path) -> None:
+async def test_f_09_the_longest_unused_space_makes_room(tmp_path: Path) -> None:
     spaces = [msgspec.structs.replace(SPACE, model_fingerprint=str(number)) for number in range(3)]
     for at, space in enumerate(spaces):
         tier = await DiskTier.open(tmp_path, space, SLAB, 4 * SLAB if at == 2 else 40 * SLAB)
@@ -349,7 +388,7 @@ async def test_f09_the_longest_unused_space_makes_room(tmp_path: Path) -> None:
     assert set(os.listdir(tmp_path)) == {f"{space_name(spaces[2], SLAB)}.0"}
 
 
-async def test_f09_the_header_is_checked_too(tmp_path: Path) -> None:
+async def test_f_09_the_header_is_checked_too(tmp_path: Path) -> None:
     tier = await opened(tmp_path)
     assert all(await write(tier, [item(1)]))
     await tier.close()
