@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import kv_speed, kv_worth
+from benchmarks import kv_auto, kv_faults, kv_kills, kv_speed, kv_worth
 from benchmarks.claims import Measured, Skip, claim
 from benchmarks.kv_speed import Pair
 from replica.arena_map import HAS_ARENAS
@@ -69,3 +69,28 @@ def worth(full: bool) -> Iterator[tuple[str, Measured]]:
         yield name, Measured(plain.mean_s / one.mean_s, "times better", at_least, at_most=False, note=note)
     with tempfile.TemporaryDirectory(dir=".") as folder:
         yield "no_reuse_cpu", Measured(asyncio.run(kv_worth.cpu_without_reuse(Path(folder))), "of that without", 1.03)
+
+
+@claim("kv.kills")
+def kills(full: bool) -> Iterator[tuple[str, Measured]]:
+    """A live cluster with tiny tiers, and everything that holds KV killed, frozen, filled and damaged at moments that
+    are seen. FULL: all faults, five times, and once with the real model.
+    """
+    _check()
+    names = sorted(kv_faults.FAULTS) if full else list(kv_faults.SHORT)
+    for runner in ("fake", "torch") if full else ("fake",):
+        found = asyncio.run(kv_kills.run(names, 5 if runner == "fake" and full else 1, kv_kills.SHAPES[runner]))
+        yield f"{runner}.wrong", Measured(len(found.wrong) + len(found.errors), "streams", 0, note=str(found))
+        yield f"{runner}.left", Measured(len(found.left) + found.most_stranded, "things", 0)
+        yield f"{runner}.missed", Measured(len(found.missed), "faults", 0)
+
+
+@claim("kv.auto")
+def auto(full: bool) -> Iterator[tuple[str, Measured]]:
+    """Preemption by `auto` over the better of both fixed strategies, default model, the worst length."""
+    _check()
+    rows = kv_auto.run(kv_auto.LENGTHS if full else kv_auto.SHORT, 3 if full else 2)
+    worst = max(rows, key=lambda row: row.auto_ratio)
+    yield "", Measured(worst.auto_ratio, "of the better one", 1.1, note=f"at {worst.length} tokens, {worst.better}")
+    from_on = kv_auto.crossover(rows)
+    yield "crossover", Measured(float("inf") if from_on is None else from_on, "tokens, offload is faster from there on")

@@ -25,7 +25,7 @@ from cluster import model_store
 from cluster.kv_connector.config import KVCacheConfig
 from cluster.kv_connector.connector import Connector
 from replica.arena_client import open_arena
-from replica.config import CacheConfig, EngineConfig, ModelConfig, resolve
+from replica.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, resolve
 from replica.engine import Engine
 from replica.hardware import detect_hardware
 from replica.kv_messages import KVPeer, KVSpace
@@ -94,7 +94,9 @@ class Client:
 
 
 @asynccontextmanager
-async def serving(mode: Mode, folder: Path, num_blocks: int = NUM_BLOCKS) -> AsyncIterator[tuple[Engine, Client]]:
+async def serving(
+    mode: Mode, folder: Path, num_blocks: int = NUM_BLOCKS, scheduler: SchedulerConfig | None = None
+) -> AsyncIterator[tuple[Engine, Client]]:
     """An engine with the default model, connected."""
     connector: list[Connector] = []
     kv = KVCacheConfig(host_tier_gib=mode.host_gib, disk_tier_gib=mode.disk_gib)
@@ -104,7 +106,11 @@ async def serving(mode: Mode, folder: Path, num_blocks: int = NUM_BLOCKS) -> Asy
             connector.append(await Connector.open(kv, space, KVPeer("node", str(time.time_ns())), folder))
         return connector[0].socket_name
 
-    config = EngineConfig(model=ModelConfig(dtype="auto"), cache=CacheConfig(num_blocks=num_blocks, load_wait_ms=1000))
+    config = EngineConfig(
+        model=ModelConfig(dtype="auto"),
+        cache=CacheConfig(num_blocks=num_blocks, load_wait_ms=1000),
+        scheduler=scheduler or SchedulerConfig(),
+    )
     config = resolve(config, detect_hardware())
     model = model_store.resolve("smollm2-135m-instruct")
     link = NodeLink(KVPeer("replica", str(time.time_ns())), find) if mode.host_gib else None
