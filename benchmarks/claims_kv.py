@@ -7,10 +7,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import kv_auto, kv_faults, kv_kills, kv_speed, kv_worth
+from benchmarks import kv_auto, kv_equality, kv_faults, kv_kills, kv_live, kv_speed, kv_worth
 from benchmarks.claims import Measured, Skip, claim
 from benchmarks.kv_speed import Pair
 from replica.arena_map import HAS_ARENAS
+from replica.config import DType
 
 #: of the limit, at least
 SHARE = 0.8
@@ -71,18 +72,31 @@ def worth(full: bool) -> Iterator[tuple[str, Measured]]:
         yield "no_reuse_cpu", Measured(asyncio.run(kv_worth.cpu_without_reuse(Path(folder))), "of that without", 1.03)
 
 
+@claim("kv.equal")
+def equal(full: bool) -> Iterator[tuple[str, Measured]]:
+    """The default model: requests whose tokens and logits, bit by bit, are not those of a run without tiers."""
+    _check()
+    dtypes: tuple[DType, ...] = ("bfloat16", "float32") if full else ("bfloat16",)
+    for dtype in dtypes:
+        bench = kv_equality.of_model("smollm2-135m-instruct", dtype, *((24, 24) if full else (16, 6)))
+        asyncio.run(kv_equality.measure(bench))
+        note = f"of {bench.num_cases} in {len(kv_equality.WAYS)} ways, {bench.num_loaded} blocks loaded"
+        yield dtype, Measured(len(bench.different), "mismatches", 0, note=f"{note} {bench.different[:2] or ''}")
+
+
 @claim("kv.kills")
 def kills(full: bool) -> Iterator[tuple[str, Measured]]:
     """A live cluster with tiny tiers, and everything that holds KV killed, frozen, filled and damaged at moments that
-    are seen. FULL: all faults, five times, and once with the real model.
+    are seen. FULL: all faults, five times; and once with the real model, with ranks, with a runner in its own process.
     """
     _check()
-    names = sorted(kv_faults.FAULTS) if full else list(kv_faults.SHORT)
-    for runner in ("fake", "torch") if full else ("fake",):
-        found = asyncio.run(kv_kills.run(names, 5 if runner == "fake" and full else 1, kv_kills.SHAPES[runner]))
-        yield f"{runner}.wrong", Measured(len(found.wrong) + len(found.errors), "streams", 0, note=str(found))
-        yield f"{runner}.left", Measured(len(found.left) + found.most_stranded, "things", 0)
-        yield f"{runner}.missed", Measured(len(found.missed), "faults", 0)
+    for shape in kv_live.SHAPES if full else ("fake",):
+        names = kv_faults.faults_of(shape) if full else list(kv_faults.SHORT)
+        found = asyncio.run(kv_kills.run(names, 5 if shape == "fake" and full else 1, kv_live.SHAPES[shape]))
+        shape = shape.replace(" ", "_")
+        yield f"{shape}.wrong", Measured(len(found.wrong) + len(found.errors), "streams", 0, note=str(found))
+        yield f"{shape}.left", Measured(len(found.left) + found.most_stranded, "things", 0)
+        yield f"{shape}.missed", Measured(len(found.missed), "faults", 0)
 
 
 @claim("kv.auto")

@@ -12,8 +12,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kv_kills import ARENA_SLOTS, World
-from cluster.process_sweep import start_time
+from benchmarks.kv_live import ARENA_SLOTS, World
+from cluster.process_sweep import command_line, descendants, rank_workers, start_time
 from replica.arena_map import round_slot
 from replica.kv_messages import KV_LEASE_S
 
@@ -28,8 +28,20 @@ class NotHere(Exception):
 
 #: what fits a minute
 SHORT = ("connector_killed_in_load", "replica_killed_with_leases", "disk_full", "bytes_flipped_on_disk")
+#: where a runner is not on a thread of its replica
+ELSEWHERE = {
+    "process": ("runner_killed_in_copy", "connector_killed_in_load", "replica_killed_with_leases"),
+    "ranks": ("rank_killed_in_copy", "connector_killed_in_load", "connector_killed_in_store", "bytes_flipped_on_disk"),
+}
+ELSEWHERE["fake ranks"] = ELSEWHERE["ranks"]
 Fault = Callable[[World], Awaitable[None]]
 FAULTS: dict[str, Fault] = {}
+
+
+def faults_of(shape: str) -> list[str]:
+    """That can happen to a cluster of this shape."""
+    only = {"rank_killed_in_copy", "runner_killed_in_copy"}
+    return list(ELSEWHERE.get(shape, sorted(FAULTS.keys() - only)))
 
 
 def fault(function: Fault) -> Fault:
@@ -45,7 +57,7 @@ async def _stop_connector(world: World, *asked: str, both: bool = False) -> int:
 
     def have_asked(told: list[dict[str, Any]]) -> bool:
         whose = [any(one["counters"][name] > 0 for name in asked) for one in told]
-        return len(told) == 2 and (all(whose) if both else any(whose))
+        return len(told) == world.shape.num_replicas and (all(whose) if both else any(whose))
 
     for _ in range(3):
         os.kill(pid, signal.SIGSTOP)
@@ -65,6 +77,36 @@ async def _kill(world: World, pid: int) -> None:
     began = start_time(pid)
     os.kill(pid, signal.SIGKILL)
     await world.until(lambda _: not _is_there(pid, began))
+
+
+async def _kill_in_copy(world: World, pids: list[int]) -> None:
+    """One of these stands still with copies before it, and never gets to their end."""
+
+    def is_copying(told: list[dict[str, Any]]) -> bool:
+        return any(one["counters"][name] > 0 for one in told for name in ("kv_loading", "kv_storing"))
+
+    for _ in range(10):
+        pid = world.rng.choice(pids)
+        os.kill(pid, signal.SIGSTOP)
+        if await world.until(is_copying, 2):
+            await _kill(world, pid)
+            return
+        os.kill(pid, signal.SIGCONT)
+        await asyncio.sleep(world.rng.uniform(0.05, 0.3))
+    raise Missed("it stopped between copies, ten times")
+
+
+@fault
+async def rank_killed_in_copy(world: World) -> None:
+    """The other ranks have done their parts."""
+    await _kill_in_copy(world, rank_workers(world.server.process.pid))
+
+
+@fault
+async def runner_killed_in_copy(world: World) -> None:
+    """A runner in a process of its own; its replica ends with it."""
+    below = [pid for replica in world.replicas() for pid in descendants(replica)]
+    await _kill_in_copy(world, [pid for pid in below if "spawn_main" in command_line(pid)])
 
 
 @fault
@@ -211,7 +253,8 @@ async def disk_full(world: World) -> None:
         """Slabs are written in place of others, whose records the journal cannot take."""
         figures = [one["counters"] for one in told if "tier_stored" in one["counters"]]
         return any(
-            f["tier_stored_bytes_disk"] > stored and f["tier_evictions_disk"] > evicted + ARENA_SLOTS for f in figures
+            bool(f["tier_stored_bytes_disk"] > stored and f["tier_evictions_disk"] > evicted + ARENA_SLOTS)
+            for f in figures
         )
 
     happened = await world.until(goes_on, 15)
@@ -222,12 +265,13 @@ async def disk_full(world: World) -> None:
 
 @fault
 async def arena_full(world: World) -> None:
-    """Stores find no room: half of the arena is leased, the rest on its way, or pinned by writes to disk."""
+    """Each store takes another block's slot, or finds none: all of them are leased, on their way, or being written."""
     before = await world.figure("tier_no_room") + await world.figure("tier_evictions_host")
 
     def is_full(told: list[dict[str, Any]]) -> bool:
         figures = [one["counters"] for one in told]
-        return sum(f.get("tier_no_room", 0) + f.get("tier_evictions_host", 0) for f in figures) > before + ARENA_SLOTS
+        now = sum(f.get("tier_no_room", 0) + f.get("tier_evictions_host", 0) for f in figures)
+        return bool(now > before + ARENA_SLOTS)
 
     if not await world.until(is_full, 15):
         raise Missed("the arena had room")
