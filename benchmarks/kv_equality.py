@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import random
+import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -87,9 +88,11 @@ class Bench:
     ) -> AsyncIterator[Replica]:
         runner = TracingRunner(self._config, self._folder, num_blocks)
         async with engine(find, name, runner=runner, **scheduler) as one:
+            assert one.core.kv is not None
+            # it is about bits: load also where a busy machine copies slower than it computes
+            one.core.kv._transfer.token_s = lambda: 0.0
             yield Replica(one, runner)
-            if one.core.kv is not None:
-                self.num_loaded += int(counters(one)["kv_blocks_loaded"])
+            self.num_loaded += int(counters(one)["kv_blocks_loaded"])
 
     def compare(self, name: str, traces: list[Trace]) -> None:
         """Empty ones were aborted."""
@@ -117,9 +120,12 @@ class Bench:
             found |= {tuple(ids[: 16 * number]) for number in range(1, len(ids) // 16 + 1)}
         return len(found)
 
-    async def run(self, replica: Replica, rng: random.Random | None = None) -> list[Trace]:
+    async def run(
+        self, replica: Replica, items: list[Item] | None = None, rng: random.Random | None = None
+    ) -> list[Trace]:
         """All at once, to their ends; with `rng` some are aborted, and have an empty trace."""
-        told = [submit(replica.engine, item.prompt, sampling=item.sampling) for item in self.items]
+        items = items or self.items
+        told = [submit(replica.engine, item.prompt, sampling=item.sampling) for item in items]
         aborted = set()
         if rng is not None:
             for sequence, abort in told:
@@ -131,7 +137,7 @@ class Bench:
         for sequence, _ in told:
             await until(lambda sequence=sequence: sequence.finish_reason is not None, 120)  # type: ignore[misc]
         traces = []
-        for (sequence, _), item in zip(told, self.items, strict=True):
+        for (sequence, _), item in zip(told, items, strict=True):
             tokens = sequence.token_ids[len(item.prompt) :]
             is_aborted = sequence.seq_id in aborted
             traces.append(Trace() if is_aborted else Trace(tokens, replica.runner.logits[sequence.seq_id]))
@@ -179,14 +185,15 @@ async def disk_behind_small_memory(bench: Bench, folder: Path) -> None:
             stats = one.core.stats(one.now)
             return stats.num_disk_writes == stats.num_waiting_for_disk == 0
 
-        for _ in range(12):
-            bench.compare("disk", await bench.run(first))
-            await until(is_written)
+        for _ in range(3):
+            traces = []
+            for item in bench.items:  # in turn, so that what is least recently used is what comes next
+                traces += await bench.run(first, [item])
+                await until(is_written)
+            bench.compare("disk", traces)
             forget(first.engine)
-            if one.core.stats(one.now).loads.given.get(KVTier.DISK, 0) > bench.enough // 4:
-                break
-        else:
-            raise AssertionError(f"little came from disk: {one.core.stats(one.now)}")
+        given = one.core.stats(one.now).loads.given
+        assert given.get(KVTier.DISK, 0) > bench.enough // 2, given
         await _at_rest(one)
 
 
@@ -246,7 +253,7 @@ async def tiny_tiers_aborts_two_nodes(bench: Bench, folder: Path) -> None:
         ):
             everybody = (first, second, third)
             for _ in range(3):
-                for traces in await asyncio.gather(*(bench.run(each, rng) for each in everybody)):
+                for traces in await asyncio.gather(*(bench.run(each, rng=rng) for each in everybody)):
                     bench.compare("tiny tiers, aborts, two nodes", traces)
                 forget(rng.choice(everybody).engine)
             assert sum(each.loaded() for each in everybody) > 0
@@ -268,11 +275,11 @@ WAYS: tuple[Callable[[Bench, Path], Awaitable[None]], ...] = (
 
 
 def of_model(model: str, dtype: DType, num_prompts: int, num_tokens: int) -> Bench:
-    """With a built-in model."""
+    """With a built-in model. Three engines compute at once in some ways, so each has one thread."""
     config = EngineConfig(
         model=ModelConfig(dtype=dtype),
         cache=CacheConfig(num_blocks=800),
-        parallel=ParallelConfig(num_threads=len(os.sched_getaffinity(0))),
+        parallel=ParallelConfig(num_threads=1),
     )
     return Bench(config, model_store.resolve(model), make_items(num_prompts, num_tokens))
 
@@ -281,5 +288,7 @@ async def measure(bench: Bench) -> None:
     """All of them; the bench knows what was found."""
     await bench.learn()
     for way in WAYS:
+        began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
             await way(bench, Path(folder))
+        print(f"{way.__name__}: {bench.num_cases} cases so far, {time.monotonic() - began:.0f} s", file=sys.stderr)
