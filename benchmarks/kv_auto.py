@@ -44,6 +44,8 @@ class Row(msgspec.Struct, frozen=True):
     length: int
     seconds: dict[str, list[float]]
     preemptions: dict[str, int]
+    #: of those of `auto`, how many were kept and not computed again
+    num_kept: int
 
     def median(self, mode: str) -> float:
         return statistics.median(self.seconds[mode])
@@ -130,9 +132,12 @@ async def measure(length: int, rounds: int, folder: Path) -> Row:
                 took = await askers[mode].one_round(length)
                 if turn:
                     seconds[mode].append(took)
+        kv = engines["auto"].core.kv
+        assert kv is not None
+        num_kept = int(kv.counters()["kv_offloads"])
         preemptions = {mode: engine.core.scheduler.counters.preemptions for mode, engine in engines.items()}
     assert all(count >= rounds for count in preemptions.values()), f"{length} tokens: {preemptions} preemptions"
-    return Row(length, seconds, preemptions)
+    return Row(length, seconds, preemptions, num_kept)
 
 
 def table(rows: list[Row]) -> str:
@@ -165,7 +170,8 @@ def run(lengths: tuple[int, ...], rounds: int) -> list[Row]:
             rows.append(asyncio.run(measure(length, rounds, Path(folder))))
         row = rows[-1]
         told = ", ".join(f"{mode} {row.median(mode):.2f} s ({row.preemptions[mode]})" for mode in MODES)
-        print(f"{length} tokens: {told}; auto / better {row.auto_ratio:.3f}", flush=True)
+        kept = f"auto kept {row.num_kept} of {row.preemptions['auto']}"
+        print(f"{length} tokens: {told}; auto / better {row.auto_ratio:.3f}; {kept}", flush=True)
     return rows
 
 

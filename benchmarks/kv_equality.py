@@ -224,7 +224,7 @@ def _put_back_always(core: Any) -> None:
 
 async def offload_at_every_position(bench: Bench, folder: Path) -> None:
     """Preemption by offload after every token of everybody."""
-    knobs = {"preemption_mode": "offload", "watermark": 0.0, "max_preemptions": 1000}
+    knobs: dict[str, Any] = {"preemption_mode": "offload", "watermark": 0.0, "max_preemptions": 1000}
     async with node(600, space=bench.space) as one, bench.replica(one, "a", **knobs) as first:
         core = first.engine.core
         _put_back_always(core)
@@ -238,7 +238,7 @@ async def offload_at_every_position(bench: Bench, folder: Path) -> None:
 async def tiny_tiers_aborts_two_nodes(bench: Bench, folder: Path) -> None:
     """Two replicas of a node and one of another, tiers and a pool that are far too small, aborts, forgotten pools."""
     rng = random.Random(len(bench.items))
-    small = {"preemption_mode": "offload", "watermark": 0.0}
+    small: dict[str, Any] = {"preemption_mode": "offload", "watermark": 0.0}
     async with (
         node(30, space=bench.space, name="n1", folder=folder, num_disk_slots=50, eviction="cost") as one,
         node(40, space=bench.space, name="n2") as two,
