@@ -28,7 +28,6 @@ from replica.fake_runner import expected_output
 
 VOCAB, EOS = 49152, frozenset({2})
 OPENING, OWN, OUTPUT = 160, 160, 24
-NUM_PROMPTS = 24
 #: blocks of 16 tokens; prompts and answers are about 290, without the new ones
 POOL_BLOCKS, ARENA_SLOTS, DISK_SLOTS = 96, 96, 240
 #: of /dev/shm, what a container has
@@ -38,20 +37,21 @@ _MOUNTS = 'mount -t tmpfs -o size="$1" tmpfs "$0" && mount -t tmpfs -o size="$2"
 
 
 class Shape(msgspec.Struct, frozen=True):
-    """What runs. `block_bytes`: of a slab; `arguments`: of `shoal serve`."""
+    """What runs. `block_bytes`: of a slab; `arguments`: of `shoal serve`; a real model's prompts are learnt first."""
 
     runner: str
     block_bytes: int
     num_streams: int
     num_replicas: int = 2
     arguments: tuple[str, ...] = ()
+    num_prompts: int = 24
 
 
 SHAPES = {
     "fake": Shape("fake", 128, 12),
     "torch": Shape("torch", 368_640, 6),
     "process": Shape("fake", 128, 12, arguments=("--set", "runner_placement=process")),
-    "ranks": Shape("torch", 368_640, 4, 1, ("--tensor-parallel-size", "3")),
+    "ranks": Shape("torch", 368_640, 4, 1, ("--tensor-parallel-size", "3"), num_prompts=10),
     "fake ranks": Shape("fake", 256, 8, 1, ("--tensor-parallel-size", "2")),
 }
 
@@ -171,7 +171,8 @@ class World:
     def _make_prompts(self) -> list[list[int]]:
         openings = [[self.rng.randrange(3, VOCAB) for _ in range(OPENING)] for _ in range(3)]
         return [
-            openings[number % 3] + [self.rng.randrange(3, VOCAB) for _ in range(OWN)] for number in range(NUM_PROMPTS)
+            openings[number % 3] + [self.rng.randrange(3, VOCAB) for _ in range(OWN)]
+            for number in range(self.shape.num_prompts)
         ]
 
     def _next_prompt(self) -> list[int]:
