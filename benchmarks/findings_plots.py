@@ -118,6 +118,23 @@ def blocks(found: Findings) -> Figure:
     return _panels(found.blocks, panels, "block size, tokens", width=8.5)
 
 
+def save_preemption(lengths: Sequence[int], values: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Times of each strategy over that of `recompute`, which is 1, by context length."""
+    with pyplot.rc_context(STYLE):
+        figure, axes = pyplot.subplots(figsize=(6, 3))
+        marks = {"recompute": (BLACK, "D"), "offload": (BLUE, "o"), "auto": (ORANGE, "s")}
+        for name, (colour, marker) in marks.items():
+            axes.plot(lengths, values[name], marker=marker, color=colour, label=name, markersize=5)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        axes.set_xlabel("context, tokens")
+        axes.set_ylabel("time / that of recompute")
+        axes.set_ylim(bottom=0)
+        axes.legend()
+        figure.savefig(path, format="svg", metadata={"Date": None}, bbox_inches="tight")
+        pyplot.close(figure)
+
+
 def _panels(
     rows: Mapping[str, Mapping[str, Range]], panels: Sequence[tuple[str, str, float]], xlabel: str, width: float
 ) -> Figure:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from replica.arena_client import open_arena
 from replica.fake_runner import CostModel, FakeModelRunner
 from replica.kv_messages import ArenaPlace
 from replica.rank_link import Endpoint
@@ -108,9 +109,9 @@ class FileArena:
 
 
 def _make_runner(kind: str, rank: int, size: int) -> RankRunner:
-    if kind == "tier":
-        cost = CostModel(0, 0, 0, 0)
-        return FakeModelRunner(num_blocks=64, cost=cost, rank=rank, num_ranks=size, open_arena=FileArena)
+    if kind in ("tier", "node"):  # an arena in a file, or that of a KVConnector
+        cost, opens = CostModel(0, 0, 0, 0), FileArena if kind == "tier" else open_arena
+        return FakeModelRunner(num_blocks=64, cost=cost, rank=rank, num_ranks=size, open_arena=opens)
     if kind == "fake":
         return FakeModelRunner(num_blocks=64, cost=CostModel(0, 0, 0, 0))
     if kind == "deaf":  # never comes back from a step

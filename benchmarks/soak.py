@@ -1,7 +1,7 @@
 """`make soak ARGS="--requests 1000000 --minutes 10 --process-kills 300 --kills 20 --drains 10"`: public traces through
 one engine in virtual time (`trace_soak.py`), the core of a KVConnector in a world that goes wrong (`kv_soak.py`),
 random clusters in virtual time with faults, kill -9 of replica processes without Ray (`kills.py`), then of replicas of
-a live cluster (`kills_live.py`), drains, floods. 0 leaves a part out.
+a live cluster (`kills_live.py`), faults of whoever holds KV (`kv_kills.py`), drains, floods. 0 leaves a part out.
 
 Every request has to end once with the reference tokens, every pool and counter has to be back at baseline. A slice of
 it is in `tests/simulation/`, `tests/cluster/test_kills.py` and `test_serve.py`; figures of the last full run are in
@@ -20,9 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks import drain, flood, kills_live, kv_soak, servers, trace_soak
+from benchmarks import drain, flood, kills_live, kv_kills, kv_soak, servers, trace_soak
 from benchmarks.checked_streams import Load
 from benchmarks.kills import random_kills
+from benchmarks.kv_faults import faults_of
+from benchmarks.kv_live import SHAPES
 from cluster.simulation.records import SimRecord
 from cluster.simulation.sim_cluster import SimCluster, SimConfig
 from cluster.simulation.workloads import burst, engine
@@ -120,6 +122,13 @@ def live(kills: int, seed: int) -> int:
     return len(outcome.faults) + outcome.num_unhealthy
 
 
+def kv_faults(rounds: int, seed: int) -> int:
+    """All faults of whoever holds KV, on one live cluster, fake runner. Returns what went wrong."""
+    outcome = asyncio.run(kv_kills.run(faults_of("fake"), rounds, SHAPES["fake"], seed))
+    print(f"soak kv live: {outcome}", flush=True)
+    return outcome.num_bad
+
+
 def flooded(minutes: float) -> int:
     """2,000 clients at four routers, one of which is killed half way. Returns what is wrong with the outcome."""
     shape = msgspec.structs.replace(flood.SHAPES["router_killed"], num_clients=2000, seconds=60 * minutes)
@@ -163,6 +172,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10, help="of virtual-time clusters")
     parser.add_argument("--process-kills", type=int, default=300, help="of replica processes without Ray")
     parser.add_argument("--kills", type=int, default=20, help="on a live cluster")
+    parser.add_argument("--kv-rounds", type=int, default=5, help="of all faults of KV tiers, on a live cluster")
     parser.add_argument("--drains", type=int, default=10, help="rounds of fewer, more and new replicas, live")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--flood", type=float, default=0, help="minutes of a flood at a live cluster")
@@ -176,6 +186,7 @@ def main() -> int:
         virtual(options.minutes, options.seed)
     faults = processes(options.process_kills, options.seed) if options.process_kills else 0
     faults += live(options.kills, options.seed) if options.kills else 0
+    faults += kv_faults(options.kv_rounds, options.seed) if options.kv_rounds else 0
     faults += drains(options.drains) if options.drains else 0
     faults += flooded(options.flood) if options.flood else 0
     return 1 if faults else 0

@@ -180,6 +180,11 @@ class KVTransfer:
         """Put back sequences whose KV is kept, and that wait for their turn."""
         return len(self._swapped)
 
+    @property
+    def num_storing(self) -> int:
+        """Offers that are not over: not answered, or being copied."""
+        return len(self._stores)
+
     def may_help(self, sequence: Sequence) -> bool:
         """It was not asked for yet, and it could be."""
         return self.is_connected and sequence.load is None and not sequence.lacks_prompt_logprobs

@@ -13,7 +13,7 @@ from cluster.kv_connector.config import KVCacheConfig
 from cluster.kv_connector.connector import Connector
 from replica.arena_client import open_arena
 from replica.arena_map import round_slot
-from replica.config import GIB, CacheConfig, EngineConfig, OffloadDType, SchedulerConfig
+from replica.config import GIB, CacheConfig, EngineConfig, OffloadDType, ParallelConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner, expected_output
 from replica.kv_events import KV_LAYOUT
@@ -24,6 +24,7 @@ from replica.node_link import NodeLink
 from replica.runner_thread import RunnerThread
 from replica.sequence import Sequence
 from replica.step import ModelRunner
+from replica.step_runner import StepRunner
 
 BLOCK = 4
 #: of the fake runner: 8 bytes a token
@@ -73,11 +74,15 @@ async def engine(
     name: str,
     *,
     runner: ModelRunner | None = None,
+    steps: StepRunner | None = None,
+    num_ranks: int = 1,
     num_blocks: int = 64,
     offload_dtype: OffloadDType = "model",
     **scheduler: Any,
 ) -> AsyncIterator[Engine]:
-    """An engine over a fake runner, beside a connector. Connected when it is given out."""
+    """An engine over a fake runner, or over `steps` with blocks of 16, beside a connector. Connected when it is given
+    out.
+    """
     if isinstance(find, Connector):
         door = Door()
         door.connector = find
@@ -86,12 +91,13 @@ async def engine(
     made = runner or fake(num_blocks)
     link = NodeLink(KVPeer(name, f"i{next(_numbers)}"), door.find)
     config = EngineConfig(
-        cache=CacheConfig(block_size=made.info.block_size, offload_dtype=offload_dtype),
+        cache=CacheConfig(block_size=made.info.block_size if steps is None else 16, offload_dtype=offload_dtype),
+        parallel=ParallelConfig(tensor_parallel_size=num_ranks),
         scheduler=SchedulerConfig.model_validate({"max_num_batched_tokens": 64, **scheduler}),
     )
     one = Engine(
         config,
-        RunnerThread(lambda: made),
+        steps or RunnerThread(lambda: made),
         incarnation=name,
         kv_link=link,
         transfer_limits=TransferLimits(1, 5.0),

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from benchmarks import kv_equality
 from benchmarks.equality import Item, Trace, Way, differences, make_items, make_ruled_items
 from replica.kv_messages import ArenaPlace, KVSpace
 from replica.messages import (
@@ -32,8 +33,6 @@ from replica.model_runner import TorchModelRunner
 from replica.step import Arena, OpenArena, StepPlan, StepResult
 from tests.cluster.kv_cluster import Door, node, until
 from tests.equivalence.runner_driver import make_config, write_tiny_model
-from tests.equivalence.test_kv_joined import Bench as Joined
-from tests.equivalence.test_kv_joined import TracingRunner
 from tests.unit.pd_world import PDPair, PDReplica
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="an arena is a memfd")
@@ -215,9 +214,9 @@ def test_the_real_model_with_rules_and_grammars(model_folder: Path) -> None:
 @pytest.mark.anyio
 async def test_two_arenas_over_tcp(tiny: Path) -> None:
     """Engines, sockets, copying threads and connectors as they are; only the router is missing."""
-    joined = Joined(tiny, "float32")
-    async with joined.replica(Door(), "alone") as (one, runner):
-        reference = [await _local(one, runner, item) for item in ITEMS]
+    joined = kv_equality.Bench(make_config("float32", 16, 400, threads=1), tiny, ITEMS)
+    async with joined.replica(Door(), "alone") as alone:
+        reference = [await _local(alone, item) for item in ITEMS]
     async with node(600, space=joined.space, name="n1") as n1, node(600, space=joined.space, name="n2") as n2:
         addresses = [connector.peers.listen("127.0.0.1", b"t" * 32) for connector in (n1, n2)]
         for connector in (n1, n2):
@@ -227,22 +226,24 @@ async def test_two_arenas_over_tcp(tiny: Path) -> None:
             equal(reference, traces, "over TCP")
             assert n2.peers.stats is not None
             assert n2.peers.stats.fetched_bytes > 40 * joined.space.block_bytes, "no bytes crossed TCP"
-            for one, _ in (p, d):
-                await until(lambda one=one: one.core.blocks.num_free == one.core.blocks.num_blocks)  # type: ignore[misc]
-                one.core.validate()
+            for core in (p.engine.core, d.engine.core):
+                await until(lambda core=core: core.blocks.num_free == core.blocks.num_blocks)  # type: ignore[misc]
+                core.validate()
             for connector in (n1, n2):
                 await until(lambda c=connector: c.core.stats(c.now).num_leased == 0)  # type: ignore[misc]
 
 
-async def _local(one, runner: TracingRunner, item: Item) -> Trace:  # type: ignore[no-untyped-def]
-    told = _submit(one, "local", GenerateRequest(RequestId("local"), [SequenceInput(0, item.prompt, item.sampling)]))
+async def _local(one: kv_equality.Replica, item: Item) -> Trace:
+    request = GenerateRequest(RequestId("local"), [SequenceInput(0, item.prompt, item.sampling)])
+    told = _submit(one.engine, "local", request)
     await until(lambda: told.finish_reason is not None)
-    return Trace(told.token_ids[len(item.prompt) :], runner.logits[told.seq_id])
+    return Trace(told.token_ids[len(item.prompt) :], one.runner.logits[told.seq_id])
 
 
-async def _handed_over(p, d, name: str, item: Item) -> Trace:  # type: ignore[no-untyped-def]
+async def _handed_over(p: kv_equality.Replica, d: kv_equality.Replica, name: str, item: Item) -> Trace:
     """As a router does it."""
-    (p_engine, p_runner), (d_engine, d_runner) = p, d
+    p_engine, d_engine = p.engine, d.engine
+    p_runner, d_runner = p.runner, d.runner
     source = KVSource(name, 60.0, 30.0, ["n1"])
     sequences = [SequenceInput(0, item.prompt, item.sampling)]
     at_d = _submit(d_engine, name, GenerateRequest(RequestId(name), sequences, kv_source=source))
