@@ -365,5 +365,7 @@ def _model_at(root: type[BaseModel], location: tuple[Any, ...]) -> type[BaseMode
     for part in location:
         # below a mapping of sections any name leads to one
         found = get_args(found)[1] if get_origin(found) is dict else found.model_fields[part].annotation
+        while get_origin(found) not in (None, dict, Literal):  # a list of sections, or one that may be absent
+            found = get_args(found)[0]
     assert isinstance(found, type)
     return found
