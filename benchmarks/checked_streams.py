@@ -95,7 +95,13 @@ class Load:
     """
 
     def __init__(
-        self, url: str | Callable[[], str], *, num_long: int = 32, long_tokens: int = 600, per_s: float = 8.0, short_tokens: int = 20
+        self,
+        url: str | Callable[[], str],
+        *,
+        num_long: int = 32,
+        long_tokens: int = 600,
+        per_s: float = 8.0,
+        short_tokens: int = 20,
     ) -> None:
         self._url: Callable[[], str] = (lambda: url) if isinstance(url, str) else url
         self._long_tokens, self._per_s, self._short_tokens = long_tokens, per_s, short_tokens

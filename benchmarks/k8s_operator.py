@@ -23,7 +23,7 @@ import yaml
 from benchmarks import redis_server, servers
 from benchmarks.pod_network import Pod, PodNetwork
 from benchmarks.pod_plans import PodPlan, Secrets, plans
-from cluster.k8s.operator_rules import groups, ray_container
+from cluster.k8s.operator_rules import DRAIN_ENV, groups, ray_container
 from replica.cache_folder import cache_folder
 
 RAYSERVICES = servers.ROOT / "k8s" / "rayservice"
@@ -33,22 +33,34 @@ class Site(msgspec.Struct, frozen=True):
     """What one machine without GPUs and Kubernetes must have other than the manifest says. All else is as rendered:
     labels, resources (GPUs are numbers to Ray), start parameters, environment, drain chain.
 
-    `pods`: of each group. `ranks`: of a replica, and its GPUs. `args`: keys of the application's own.
+    `pods`: of each group. `replicas`: of each role, and routers; fewer than pods, so that some are spare, or as many.
+    `ranks`: of a replica, and its GPUs. `drain_s`, `longest_stream_s`, `pre_stop_s`: values of the chart, whose
+    arithmetic is that of `_derived.tpl` (a test compares).
     """
 
     pods: dict[str, int]
+    replicas: dict[str, int]
     ranks: int = 1
+    drain_s: int = 10
+    longest_stream_s: int = 40
     pre_stop_s: int = 2
-    args: dict[str, Any] = {}
+
+    @property
+    def ray_s(self) -> int:
+        return max(self.drain_s + 10, self.longest_stream_s) + 20
 
     def fit(self, service: dict[str, Any]) -> dict[str, Any]:
         """The manifest for this machine: the fake runner, which serves a tokenizer that is here."""
         service = copy.deepcopy(service)
-        for _, name, group in groups(service):
+        every: list[Any] = list(groups(service))
+        for _, name, group in every:
+            container: Any = ray_container(group)
+            pod = group["template"]["spec"]
+            pod["terminationGracePeriodSeconds"] = self.ray_s + self.pre_stop_s + 25
+            next(e for e in container["env"] if e["name"] == DRAIN_ENV)["value"] = str(self.ray_s)
             if name == "head":
                 continue
             group["replicas"] = self.pods[name]
-            container = ray_container(group)
             container["lifecycle"]["preStop"]["exec"]["command"][1] = str(self.pre_stop_s)
             limits = container["resources"]["limits"]
             if "nvidia.com/gpu" in limits:
@@ -61,9 +73,10 @@ class Site(msgspec.Struct, frozen=True):
             "runner": "fake",
             "tensor_parallel_size": self.ranks,
             "num_gpus_per_replica": self.ranks,
-            "router": {"replicas": self.pods["router"]},
-            "replicas": {role: count for role, count in self.pods.items() if role != "router"},
-            **self.args,
+            "router": {"replicas": self.replicas["router"]},
+            "replicas": {role: count for role, count in self.replicas.items() if role != "router"},
+            "drain_s": self.drain_s,
+            "longest_stream_s": self.longest_stream_s,
         }
         service["spec"]["serveConfigV2"] = yaml.safe_dump(config)
         return service
@@ -152,9 +165,18 @@ class Operator:
         return dict(found["applications"].get("shoal") or {})
 
     def until_runs(self, timeout_s: float = 150) -> None:
-        """The application is RUNNING, and every worker's readiness probe says yes."""
+        """The application is RUNNING, and the readiness probe of every pod with something of it says yes."""
         self.until(lambda: self.application().get("status") == "RUNNING", timeout_s, "the application is RUNNING")
         self.until(self.look, 60, "every worker is ready")
+
+    def places(self) -> dict[str, set[str]]:
+        """Address of a pod -> ids of Serve's replicas and routers that run there."""
+        found: dict[str, set[str]] = {}
+        for each in (self.application().get("deployments") or {}).values():
+            for one in each.get("replicas") or []:
+                if one["state"] == "RUNNING":
+                    found.setdefault(one["node_ip"], set()).add(one["replica_id"])
+        return found
 
     def until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Raises TimeoutError, and RuntimeError when a pod ended that was not told to."""
@@ -171,10 +193,13 @@ class Operator:
     # ---- the Service ----
 
     def look(self) -> bool:
-        """Endpoints are the workers that are ready. True if all are."""
-        workers = self.network.workers()
-        self.ready = [pod for pod in workers if pod.is_ready()]
-        return len(self.ready) == len(workers)
+        """Endpoints are the workers that are ready. True if all are that have a replica or router; who is spare has no
+        proxy and is not ready.
+        """
+        there = self.places()
+        self.ready = [pod for pod in self.network.workers() if pod.is_ready()]
+        wanted = {pod.address for pod in self.network.workers()} & there.keys()
+        return bool(wanted) and wanted <= {pod.address for pod in self.ready}
 
     def url(self) -> str:
         """An endpoint for one new connection. A pod that is told to stop is none (Kubernetes: within preStop)."""

@@ -1,5 +1,5 @@
-"""Pods without Kubernetes: each a network, mount and process namespace of its own on a bridge, so that every pod has its
-own address, the ports of the manifest, its own /dev/shm and /tmp/ray, and a process 1 that gets the signals.
+"""Pods without Kubernetes: each a network, mount and process namespace of its own on a bridge. So every pod has its own
+address, the ports of the manifest, its own /dev/shm and /tmp/ray, and a process 1 that gets the signals.
 
 Only inside `entered()`, a namespace of its own: nothing of it is seen from outside, and everything ends with it.
 """

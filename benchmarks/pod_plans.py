@@ -1,7 +1,7 @@
 """What KubeRay's operator makes of a RayService, restated: one plan a pod, with its `ray start` line and environment.
 
-Read from the operator's source (1.7): `BuildPod`, `generateRayStartCommand`, `configureGCSFaultTolerance`, `setContainerEnvVars`.
-A Secret's value is given by whoever runs the plan.
+After the operator's `common/pod.go` (`DefaultWorkerPodTemplate`, `BuildPod`, `generateRayStartCommand`,
+`configureGCSFaultTolerance`). A Secret's value is given by whoever runs the plan.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """PURE. Dashboards for Grafana, as the chart carries them. Each panel says what to do when its figure is high.
 
-Every router tells its own figures and those of all replicas, and a scrape through a proxy reaches any router: so `max by`
-the one a figure is of, before anything is summed up.
+Every router tells its own figures and those of all replicas, and a scrape through a proxy reaches any router. So each
+query takes `max by` the one a figure is of, before anything is summed up.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ ROWS: dict[str, list[Panel]] = {
         ),
         Panel(
             "Time between tokens", "s", _percentiles("vllm:inter_token_latency_seconds"),
-            "Lower scheduler.max_num_batched_tokens or set scheduler.tpot_target_ms: prompts take their share of steps.",
+            "Lower scheduler.max_num_batched_tokens or set scheduler.tpot_target_ms: prompts take a share of steps.",
         ),
         Panel(
             "Whole requests", "s", _percentiles("vllm:e2e_request_latency_seconds"),
@@ -79,7 +79,7 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Refused requests", "reqps",
             _rate_of_routers("vllm:admission_rejections_total", "reason", over="{reason}"),
-            "queue_full asks for replicas, tenant_* for other limits of that tenant, no_replica for a look at the pods.",
+            "queue_full asks for replicas, tenant_* for other limits of a tenant, no_replica for a look at the pods.",
         ),
         Panel(
             "Answers", "reqps", _rate_of_routers("http_requests_total", "status", over="{status}"),

@@ -212,7 +212,9 @@ class MonitoringValues(FrozenModel):
     enabled: bool = Field(True, description="PodMonitors and alerts.")
     labels: dict[str, str] = Field({"release": "prometheus"}, description="That Prometheus selects by.")
     dashboards: bool = Field(False, description="A ConfigMap of dashboards.")
-    dashboardLabels: dict[str, str] = Field({"grafana_dashboard": "1"}, description="That Grafana's sidecar selects by.")
+    dashboardLabels: dict[str, str] = Field(
+        {"grafana_dashboard": "1"}, description="That Grafana's sidecar selects by."
+    )
 
 
 class ServiceValues(FrozenModel):

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.k8s_operator import Site, manifest
+from benchmarks.pod_plans import Secrets, plans
 from cluster.k8s import dashboards
 from cluster.k8s.operator_rules import groups, ray_container
 from tests.k8s import tools
@@ -90,6 +92,21 @@ def test_a_node_tier_fits_its_pod_and_lies_on_the_mounted_disk() -> None:
     container = ray_container({"template": pods_of(path)["both"]})
     assert container["resources"]["limits"]["memory"] == "256Gi"
     assert any(args["kv_cache"]["disk_folder"].startswith(one["mountPath"]) for one in container["volumeMounts"])
+
+
+def test_what_runs_live_has_the_chain_that_the_chart_derives(tmp_path: Path) -> None:
+    """benchmarks/k8s_operator.py shortens a manifest's waits itself, so that it needs no helm."""
+    values = yaml.safe_load((CHART / "ci" / "n-replicas-tp2.yaml").read_text())
+    values |= {"drain": {"seconds": 7, "longestStreamSeconds": 31, "preStopSeconds": 3}}
+    (tmp_path / "values.yaml").write_text(yaml.safe_dump(values))
+    site = Site({"router": 2, "both": 4}, {"router": 2, "both": 4}, 2, 7, 31, 3)
+    secrets = Secrets("", "")
+    live, chart = (
+        {plan.group: (plan.grace_s, plan.pre_stop_s, plan.env["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"], count)
+         for plan, count in plans(service, secrets)}
+        for service in (site.fit(manifest("tp2")), service_of(rendered("helm4", tmp_path / "values.yaml")))
+    )  # fmt: skip
+    assert live == chart
 
 
 # ---- dashboards ----
