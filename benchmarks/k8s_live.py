@@ -144,6 +144,8 @@ class Scenes:
             await off_loop(self.operator.apply, self.config)
             if are_new:
                 await off_loop(self._until_new, set(before))
+            else:
+                await self._until_in_force({name: one["config"] for name, one in before.items()})
             await off_loop(self.operator.until_runs)
             took_s = time.monotonic() - started
         after = await replicas(self.operator)
@@ -152,6 +154,12 @@ class Scenes:
         figure = self.told(name, load, num_open, took_s, note)
         wrong = [] if is_as_wanted else [f"replicas before {sorted(before)}, after {sorted(after)}"]
         return msgspec.structs.replace(figure, errors=[*figure.errors, *wrong])
+
+    async def _until_in_force(self, old: dict[str, str]) -> None:
+        """No replica has the configuration of before; `old` by its id. Raises TimeoutError."""
+        async with asyncio.timeout(60):
+            while any(one["config"] == old.get(name) for name, one in (await replicas(self.operator)).items()):
+                await asyncio.sleep(0.1)
 
     def _until_new(self, old: set[str]) -> None:
         """All replicas that Serve has are others than `old`."""

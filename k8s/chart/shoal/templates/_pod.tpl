@@ -158,6 +158,10 @@ spec:
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 # how long a worker lives without the head
 - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: {{ ternary "60" "600" (eq .group "head") | quote }}}
+{{- if eq .group "head" }}
+# a new head's controller kills who has not answered after so long, with its streams; by default after 30 s
+- {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
+{{- end }}
 {{- if .mountsModels }}
 - {name: HF_HOME, value: /models/hf}
 {{- if or (include "shoal.claim" .root) (contains "/" $v.model.id) }}
