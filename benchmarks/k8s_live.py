@@ -157,9 +157,11 @@ class Scenes:
 
     async def _until_in_force(self, old: dict[str, str]) -> None:
         """No replica has the configuration of before; `old` by its id. Raises TimeoutError."""
-        async with asyncio.timeout(60):
-            while any(one["config"] == old.get(name) for name, one in (await replicas(self.operator)).items()):
-                await asyncio.sleep(0.1)
+        for _ in range(600):
+            if all(one["config"] != old.get(name) for name, one in (await replicas(self.operator)).items()):
+                return
+            await asyncio.sleep(0.1)
+        raise TimeoutError("the new configuration is not in force after a minute")
 
     def _until_new(self, old: set[str]) -> None:
         """All replicas that Serve has are others than `old`."""

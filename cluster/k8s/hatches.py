@@ -126,10 +126,10 @@ def _checked(template: dict[str, Any]) -> dict[str, Any]:
     allowed = {"metadata": {"annotations", "labels"}, "spec": set(SPEC_KEYS)}
     for part, content in template.items():
         if part not in allowed:
-            raise ValueError(f"podTemplate.{part}: allowed: {', '.join(sorted(allowed))}")
-        for key in content if isinstance(content, dict) else ("",):
+            raise ValueError(f"{part!r} is no part of it; allowed: {', '.join(allowed)}")
+        for key in content if isinstance(content, dict) else [content]:
             if key not in allowed[part]:
-                raise ValueError(f"podTemplate.{part}.{key}: allowed: {', '.join(sorted(allowed[part]))}")
+                raise ValueError(f"{part} has no {key!r}; allowed: {', '.join(sorted(allowed[part]))}")
     return template
 
 

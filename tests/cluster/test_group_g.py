@@ -64,7 +64,7 @@ def test_g13_an_application_of_that_name_is_reported_and_left_alone(ray_address:
 
 #: eight processes ask for the connector of their node at the same moment, twice; in between it is killed
 CROWD = """
-import time
+import threading, time
 import ray
 from cluster.kv_connector.actor import NAMESPACE, _start
 from cluster.kv_connector.config import KVCacheConfig
@@ -85,7 +85,7 @@ class Comer:
             try:
                 return ray.get(_start("shoal", quiet, {}).door.remote(SPACE, CONFIG)).socket_name
             except ray.exceptions.RayError:
-                time.sleep(0.5)
+                threading.Event().wait(0.5)
 
 def quiet():
     pass
