@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Callable
 
 import aiohttp
 import msgspec
@@ -90,13 +91,20 @@ def _fault(tokens: list[int], reference: list[int]) -> str:
 
 class Load:
     """`num_long` streams of `long_tokens`, and `per_s` short ones a second beside them. An async context manager: it is
-    entered when every long stream has begun, and left when all have ended.
+    entered when every long stream has begun, and left when all have ended. `url`: or what gives one to each stream.
     """
 
     def __init__(
-        self, url: str, *, num_long: int = 32, long_tokens: int = 600, per_s: float = 8.0, short_tokens: int = 20
+        self,
+        url: str | Callable[[], str],
+        *,
+        num_long: int = 32,
+        long_tokens: int = 600,
+        per_s: float = 8.0,
+        short_tokens: int = 20,
     ) -> None:
-        self._url, self._long_tokens, self._per_s, self._short_tokens = url, long_tokens, per_s, short_tokens
+        self._url: Callable[[], str] = (lambda: url) if isinstance(url, str) else url
+        self._long_tokens, self._per_s, self._short_tokens = long_tokens, per_s, short_tokens
         self._num_long = num_long
         self._is_over = asyncio.Event()
         self.long: list[Outcome] = []
@@ -111,7 +119,7 @@ class Load:
         )
         begun = [asyncio.Event() for _ in range(self._num_long)]
         self._streams = [
-            asyncio.create_task(stream(self._session, self._url, n, self._long_tokens, begun[n]))
+            asyncio.create_task(stream(self._session, self._url(), n, self._long_tokens, begun[n]))
             for n in range(self._num_long)
         ]
         for task, event in zip(self._streams, begun, strict=True):
@@ -145,7 +153,7 @@ class Load:
         tasks = []
         number = 1000
         while not self._is_over.is_set() and self._per_s:
-            tasks.append(asyncio.create_task(stream(self._session, self._url, number, self._short_tokens)))
+            tasks.append(asyncio.create_task(stream(self._session, self._url(), number, self._short_tokens)))
             number += 1
             with_timeout = asyncio.create_task(self._is_over.wait())
             await asyncio.wait([with_timeout], timeout=1 / self._per_s)

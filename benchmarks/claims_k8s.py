@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from benchmarks import scaling, servers
+from benchmarks import k8s_live, scaling, servers
 from benchmarks.claims import Measured, Skip, claim
 from benchmarks.scaling_rival import ServeSettings
 
@@ -76,3 +76,46 @@ def scale(full: bool) -> Iterator[tuple[str, Measured]]:
         is_fair = rival.replica_hours >= ours.replica_hours
         gain = 100 * (ours.in_time - rival.in_time)
         yield name, Measured(gain if is_fair else -100.0, "% of requests", 0, at_most=False, note=note)
+
+
+def _live(bounds: dict[str, int], *arguments: str) -> Iterator[tuple[str, Measured]]:
+    """`bounds`: figure -> streams that must have been on what was ended."""
+    try:
+        found = k8s_live.played(*arguments)
+    except k8s_live.NotHere as why:
+        raise Skip(str(why)) from None
+    for name, least in bounds.items():
+        one = found[name]
+        note = (
+            f"of {one['num_streams']} streams; {one['note']}; longest pause {one['pause_s']:.1f} s {one['errors'][:1]}"
+        )
+        suffix = name.partition(".")[2]
+        yield f"{suffix}.errors", Measured(len(one["errors"]), "errors", 0, note=note)
+        yield f"{suffix}.took", Measured(one["took_s"], "s until all was done")
+        if least:
+            yield f"{suffix}.streams", Measured(one["num_on_it"], "streams on it", least, at_most=False)
+
+
+@claim("k8s.drain")
+def drain(full: bool) -> Iterator[tuple[str, Measured]]:
+    """A pod of the rendered RayService on Ray nodes is told to stop, as by the kubelet, under 32 streams; fake runner.
+    In full: also a router's pod, and without a spare pod.
+    """
+    size = ("--tokens", "1500")
+    yield from _live({"drain.replica": 10}, "drain", *k8s_live.SPARE, *size)
+    if full:
+        pods = ("--pods", '{"router": 2, "both": 2}', "--replicas", '{"router": 2, "both": 2}')
+        for name, measured in _live({"drain.replica": 10, "drain.router": 0}, "drain", "router", *pods, *size):
+            yield f"full_pods.{name}", measured
+
+
+@claim("k8s.edit")
+def edit(full: bool) -> Iterator[tuple[str, Measured]]:
+    """`serveConfigV2` is changed under 32 streams: a live knob, then one for which every process is replaced."""
+    yield from _live({"edit.live": 0, "edit.roll": 0}, "edit", "roll", *k8s_live.SPARE, "--tokens", "1500")
+
+
+@claim("k8s.head")
+def head(full: bool) -> Iterator[tuple[str, Measured]]:
+    """SIGKILL to the head's pod, its state in Redis: streams on workers, and whether the new one can replace a pod."""
+    yield from _live({"head.streams": 0, "head.drain_after": 10}, "head", *k8s_live.SPARE, "--tokens", "1500")

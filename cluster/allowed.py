@@ -32,7 +32,9 @@ def _kind(kind: Any, field: FieldInfo) -> str:
     if get_origin(kind) is tuple:
         if get_args(kind)[0] is str:
             return "a list of texts"
-        return "a list of sections" if get_origin(get_args(kind)[0]) is dict else _RANGE
+        item = get_args(kind)[0]
+        is_section = get_origin(item) is dict or (isinstance(item, type) and issubclass(item, BaseModel))
+        return "a list of sections" if is_section else _RANGE
     if get_origin(kind) is dict:
         if get_args(kind)[1] is str:
             return "a text for each name"

@@ -391,7 +391,8 @@ def _may_be_a_key(item: Mapping[str, Any]) -> bool:
 
 def _allowed_at(root: type[BaseModel], location: tuple[Any, ...]) -> str:
     names = [part for part in location if isinstance(part, str)]  # without the place in a list
-    return allowed(_model_at(root, tuple(names[:-1])), names[-1])
+    above = _annotation_at(root, tuple(names[:-1]))
+    return "text" if above == dict[str, str] else allowed(above, names[-1])
 
 
 def _fields_at(root: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
@@ -399,9 +400,18 @@ def _fields_at(root: type[BaseModel], location: tuple[Any, ...]) -> list[str]:
 
 
 def _model_at(root: type[BaseModel], location: tuple[Any, ...]) -> type[BaseModel]:
+    found = _annotation_at(root, location)
+    assert isinstance(found, type)
+    return found
+
+
+def _annotation_at(root: type[BaseModel], location: tuple[Any, ...]) -> Any:
     found: Any = root
     for part in location:
+        if isinstance(part, int):  # a place in a list
+            continue
         # below a mapping of sections any name leads to one
         found = get_args(found)[1] if get_origin(found) is dict else found.model_fields[part].annotation
-    assert isinstance(found, type)
+        while get_origin(found) not in (None, dict, Literal):  # a list of sections, or one that may be absent
+            found = get_args(found)[0]
     return found

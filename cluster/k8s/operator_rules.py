@@ -14,7 +14,7 @@ Document = Mapping[str, Any]
 #: Ray's and Kubernetes' default, in seconds: together they always lose the race
 _DEFAULT_S = 30.0
 _CLUSTER = "spec.rayClusterConfig"
-_DRAIN_ENV = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
+DRAIN_ENV = "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
 #: what Ray counts, given by the operator from container limits or by `resources`
 _COUNTED = ("num-cpus", "num-gpus", "memory", "resources")
 
@@ -156,7 +156,7 @@ def _drain(path: str, group: Document, is_head: bool) -> Iterator[Finding]:
     before_s = pre_stop_s(container)
     if not is_head and grace_s <= before_s + ray_s:
         text = (
-            f"{grace_s:g} s, then SIGKILL; preStop ({before_s:g} s) and Ray's drain ({_DRAIN_ENV}, {ray_s:g} s) "
+            f"{grace_s:g} s, then SIGKILL; preStop ({before_s:g} s) and Ray's drain ({DRAIN_ENV}, {ray_s:g} s) "
             f"need more than {before_s + ray_s:g} s"
         )
         yield Finding(f"{path}.template.spec.terminationGracePeriodSeconds", text)
@@ -165,7 +165,7 @@ def _drain(path: str, group: Document, is_head: bool) -> Iterator[Finding]:
 def drain_s(container: Document) -> float:
     """How long Ray waits for a node after SIGTERM."""
     try:
-        return float(environment(container).get(_DRAIN_ENV) or _DEFAULT_S)
+        return float(environment(container).get(DRAIN_ENV) or _DEFAULT_S)
     except ValueError:
         return _DEFAULT_S
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError
 
 from cluster.config import ClusterConfig, sentence
+from cluster.k8s.hatches import HatchValues, template_schema
 from replica.config import FrozenModel
 from replica.errors import ConfigError
 
@@ -78,7 +79,7 @@ class DisaggregationValues(FrozenModel):
     decode: RoleValues = RoleValues()
 
 
-class PodValues(FrozenModel):
+class PodValues(HatchValues):
     """The pods of replicas. A Ray node is a pod: what shares a pod shares its memory."""
 
     replicasPerPod: int = Field(1, ge=1, le=16, description="Replicas in a pod.")
@@ -88,18 +89,13 @@ class PodValues(FrozenModel):
     memoryGiB: int | None = Field(None, ge=1, le=8192, description="Of a pod; null: 64 for each GPU, 12 else.")
     shmGiB: int | None = Field(None, ge=2, le=4096, description="/dev/shm, of that memory; null: a quarter of it.")
     runtimeClassName: str = _Name
-    nodeSelector: dict[str, str] = Field({}, description="As in Kubernetes.")
-    tolerations: tuple[dict[str, Any], ...] = Field((), description="More than the one for GPU nodes.")
-    env: dict[str, str] = Field({}, description="More environment; a change makes a new cluster.")
 
 
-class PlainPodValues(FrozenModel):
+class PlainPodValues(HatchValues):
     """A pod without a device."""
 
     cpu: int = Field(2, ge=1, le=128, description="Request and limit.")
     memoryGiB: int = Field(4, ge=2, le=1024, description="Request and limit.")
-    nodeSelector: dict[str, str] = Field({}, description="As in Kubernetes.")
-    tolerations: tuple[dict[str, Any], ...] = Field((), description="As in Kubernetes.")
 
 
 class HeadValues(PlainPodValues):
@@ -213,16 +209,47 @@ class NetworkPolicyValues(FrozenModel):
 
 
 class MonitoringValues(FrozenModel):
-    """For Prometheus Operator, where the cluster has it."""
+    """For Prometheus Operator, where the cluster has it, and for Grafana."""
 
     enabled: bool = Field(True, description="PodMonitors and alerts.")
     labels: dict[str, str] = Field({"release": "prometheus"}, description="That Prometheus selects by.")
+    dashboards: bool = Field(False, description="A ConfigMap of dashboards.")
+    dashboardLabels: dict[str, str] = Field(
+        {"grafana_dashboard": "1"}, description="That Grafana's sidecar selects by."
+    )
 
 
 class ServiceValues(FrozenModel):
     """The Service that clients use."""
 
     type: Literal["ClusterIP", "LoadBalancer", "NodePort"] = Field("ClusterIP", description="As in Kubernetes.")
+    annotations: dict[str, str] = Field({}, description="As in Kubernetes.")
+
+
+class ParentRef(FrozenModel):
+    """A Gateway that is there."""
+
+    name: str = Field(min_length=1, max_length=253, description="Its name.")
+    namespace: str | None = Field(None, max_length=63, description="None: that of the release.")
+    sectionName: str | None = Field(None, max_length=253, description="One of its listeners; none: all.")
+
+
+class HttpRouteValues(FrozenModel):
+    """Gateway API: a route from an existing Gateway to the Service."""
+
+    enabled: bool = Field(False, description="Needs networkPolicy.clients to let the gateway's pods in.")
+    parentRefs: tuple[ParentRef, ...] = Field((), description="Gateways.")
+    hostnames: tuple[str, ...] = Field((), description="None: all of the listener.")
+    annotations: dict[str, str] = Field({}, description="As in Kubernetes.")
+
+
+class IngressValues(FrozenModel):
+    """An Ingress for the Service. Buffering and time limits are the controller's: annotations."""
+
+    enabled: bool = Field(False, description="Needs networkPolicy.clients to let the controller's pods in.")
+    className: str = _Name
+    host: str = _Name
+    tlsSecret: str = _Name
     annotations: dict[str, str] = Field({}, description="As in Kubernetes.")
 
 
@@ -252,6 +279,8 @@ class ChartValues(FrozenModel):
     networkPolicy: NetworkPolicyValues = NetworkPolicyValues()
     monitoring: MonitoringValues = MonitoringValues()
     service: ServiceValues = ServiceValues()
+    httpRoute: HttpRouteValues = HttpRouteValues()
+    ingress: IngressValues = IngressValues()
 
 
 def load_values(data: Mapping[str, Any]) -> ChartValues:
@@ -338,6 +367,9 @@ def schema() -> dict[str, Any]:
     made = ChartValues.model_json_schema()
     of_config = ClusterConfig.model_json_schema()
     definitions = made.pop("$defs") | of_config.pop("$defs") | {"ClusterConfig": of_config}
+    definitions["PodTemplate"] = template_schema()
+    for name in ("PodValues", "HeadValues", "RouterValues"):
+        definitions[name]["properties"]["podTemplate"] = {"$ref": "#/$defs/PodTemplate"}
     for name in ("config", "userConfig"):
         made["properties"][name] = {"$ref": "#/$defs/ClusterConfig"}
     # what Helm itself puts in, for a chart that is part of another

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cluster.process_sweep import command_line, descendants
-from tests.cluster.shoal_process import ShoalProcess
+from benchmarks.two_nodes import two_nodes
+from cluster.process_sweep import command_line, descendants, kv_connectors
+from tests.cluster.shoal_process import ShoalProcess, wait_until
+from tests.cluster.test_kv_live import arguments, total
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -30,6 +32,7 @@ _ROWS = {
     "ServeReplica:shoal:Replica": {"gRPC data plane": 1, "workers": 1, "Serve's internal gRPC": 1},
     "ServeReplica:shoal:Router": {"workers": 1, "Serve's internal gRPC": 1},
     "cluster.cli serve": {"workers": 1},
+    "KVConnector": {"KV of other nodes": 1, "workers": 1},
 }
 _OPEN_TO_ALL = {"ServeReplica:shoal:Replica", "ServeReplica:shoal:Router"}
 
@@ -60,11 +63,15 @@ def sockets_of(pids: list[int]) -> Iterator[tuple[str, bool, int]]:
                 yield command_line(pid), *place
 
 
-def test_what_listens_is_in_the_table(repo_root: Path) -> None:
+def column_what(repo_root: Path) -> str:
     page = (repo_root / "k8s" / "README.md").read_text()
     table = re.search(r"^## What listens where$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     assert table is not None
-    what = " | ".join(row.split("|")[3] for row in table[1].splitlines() if row.startswith("| ") and "---" not in row)
+    return " | ".join(row.split("|")[3] for row in table[1].splitlines() if row.startswith("| ") and "---" not in row)
+
+
+def test_what_listens_is_in_the_table(repo_root: Path) -> None:
+    what = column_what(repo_root)
     with ShoalProcess() as shoal:
         found = list(sockets_of([shoal.process.pid, *descendants(shoal.process.pid)]))
         assert shoal.port in {port for _, _, port in found}
@@ -79,3 +86,22 @@ def test_what_listens_is_in_the_table(repo_root: Path) -> None:
         assert count <= sum(_ROWS[name].values()), f"{name} listens {count} times; the table knows {_ROWS[name]}"
     missing = {row for rows in _ROWS.values() for row in rows if row not in what}
     assert not missing, f"not in the table: {missing}"
+
+
+def test_a_connector_listens_for_other_nodes_on_one_port(repo_root: Path) -> None:
+    """What P/D hands over goes this way or through the data plane: no other process has a socket for it."""
+    assert all(row in column_what(repo_root) for row in _ROWS["KVConnector"])
+    with (
+        two_nodes(3) as nodes,
+        ShoalProcess(*arguments(num_cpus_per_replica=2), env=nodes.env) as shoal,
+    ):
+        wait_until(lambda: total(shoal, "tier_peers") == 2, 60, "each hears the other")
+        connectors = kv_connectors(nodes.process.pid)
+        assert len(connectors) == 2
+        for pid in connectors:
+            found = list(sockets_of([pid]))
+            assert all(is_loopback for _, is_loopback, _ in found), "the nodes' addresses are loopback here"
+            assert 1 <= len(found) <= sum(_ROWS["KVConnector"].values())
+        others = [pid for pid in descendants(nodes.process.pid) if pid not in connectors]
+        for command, _, port in sockets_of(others):
+            assert any(name in command for name in _ROWS), f"{command[:200]} listens on {port}"

@@ -4,16 +4,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from cluster.k8s import values
+from cluster.k8s import dashboards, values
 from tests.k8s import tools
 from tests.k8s.conftest import CHART, documents
 
@@ -51,11 +53,19 @@ def render(name: str, over: dict[str, Any] | None = None) -> str:
 
 def files() -> dict[Path, str]:
     """Path -> content of everything that is made."""
-    made = {CHART / "values.schema.json": json.dumps(values.schema(), indent=1) + "\n"}
+    made = _schema()
     for name, (source, over, needed) in PLAIN.items():
         text = render(source, over).partition("# Source: shoal/templates/rayservice.yaml\n")[2].partition("\n---")[0]
         made[K8S / "rayservice" / name] = f"{MADE}# {needed}\n{text.rstrip()}\n"
     return made | _kustomize()
+
+
+def _schema() -> dict[Path, str]:
+    """What helm needs before it renders anything."""
+    return {
+        CHART / "values.schema.json": json.dumps(values.schema(), indent=1) + "\n",
+        CHART / "dashboards" / "shoal.json": dashboards.text(),
+    }
 
 
 def _key(document: dict[str, Any]) -> tuple[str, str]:
@@ -127,8 +137,13 @@ def _dump(content: list[dict[str, Any]]) -> str:
     return str(yaml.dump_all(content, Dumper=_Dumper, sort_keys=False, width=120))
 
 
+def _rendered() -> Iterator[tuple[Path, str]]:
+    yield from files().items()
+
+
 def main() -> None:
-    for path, text in files().items():
+    # the schema first: helm refuses new values by the old one
+    for path, text in itertools.chain(_schema().items(), _rendered()):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
         print(path.relative_to(K8S.parent))

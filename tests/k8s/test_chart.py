@@ -109,7 +109,8 @@ def test_values_schema_takes_no_unknown_key() -> None:
     """Open are what goes to Kubernetes as it is, and `global`, which is helm's."""
     assert {place.rpartition("/properties/")[2] for place in open_places(values.schema())} == {
         "global",
-        "tolerations/items",
+        "affinity",
+        "dnsConfig",
         "clients/items",
         "scrapers/items",
         "operator",
@@ -156,7 +157,7 @@ def test_selectors_select(path: Path) -> None:
         pods.append(group["template"]["metadata"]["labels"] | operators)
     pods += [one["spec"]["template"]["metadata"]["labels"] for one in everything if one["kind"] == "StatefulSet"]
     for one in everything:
-        spec = one["spec"]
+        spec = one.get("spec", {})
         selector = spec.get("podSelector") or (spec.get("selector") if one["kind"] != "Service" else None)
         wanted = spec["selector"] if one["kind"] == "Service" else (selector or {}).get("matchLabels")
         if wanted:

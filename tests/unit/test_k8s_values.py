@@ -39,6 +39,25 @@ def test_what_a_chart_does_not_take(config: Document, expected: str) -> None:
         ({"pods": {"cpus": 2}}, r"pods\.cpus: unknown key; did you mean 'cpu'\?"),
         ({"replicas": 0}, "replicas: Input should be greater"),
         ({"pods": {"tolerations": "x"}}, "allowed: a list of sections"),
+        (
+            {"pods": {"tolerations": [{"effect": "Never"}]}},
+            r"pods\.tolerations\.0\.effect: Input should be 'NoSchedule'",
+        ),
+        ({"pods": {"env": {"A": 1}}}, r"pods\.env\.A: .*; allowed: text"),
+        ({"pods": {"envFrom": [{}]}}, r"pods\.envFrom\.0: needs configMapRef or secretRef, and one of them only"),
+        ({"pods": {"envFrom": [{"secretRef": 3}]}}, "must be a section with the keys name, optional"),
+        (
+            {"router": {"volumes": [{"name": "a"}]}},
+            r"router\.volumes\.0: the volume 'a' needs one source, and has none",
+        ),
+        (
+            {"head": {"podTemplate": {"spec": {"containers": []}}}},
+            r"head\.podTemplate: spec has no 'containers'; allowed",
+        ),
+        (
+            {"head": {"podTemplate": {"kind": "Pod"}}},
+            r"head\.podTemplate: 'kind' is no part of it; allowed: metadata, spec",
+        ),
         ({"pods": {"env": ["x"]}}, "allowed: a text for each name"),
         ({"config": {"drain_s": 5}}, "config.drain_s: set drain.seconds"),
     ],

@@ -1,4 +1,13 @@
-{{- /* The pod of head, router or replica. Takes: root, group (the Ray group, or "head"), size (gpus, cpu, memory, shm), place (values with nodeSelector and tolerations), env, mountsModels. */ -}}
+{{- /* With podTemplate laid over it. */ -}}
+{{- define "shoal.podTemplate" -}}
+{{- if .place.podTemplate -}}
+{{- mergeOverwrite (include "shoal.pod" . | fromYaml) (deepCopy .place.podTemplate) | toYaml -}}
+{{- else -}}
+{{- include "shoal.pod" . -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* The pod of head, router or replica. Takes: root, group (the Ray group, or "head"), size (gpus, cpu, memory, shm), place (values with nodeSelector and tolerations, env and the other hatches), mountsModels. */ -}}
 {{- define "shoal.pod" -}}
 {{- $v := .root.Values -}}
 {{- $chain := include "shoal.chain" .root | fromYaml -}}
@@ -8,11 +17,16 @@ metadata:
   labels:
     {{- include "shoal.labels" .root | nindent 4 }}
     shoal/component: ray
-  {{- if $isHead }}
+  {{- if or $isHead .place.annotations }}
   annotations:
+    {{- if $isHead }}
     # the head has no second: a node autoscaler must not move it
     cluster-autoscaler.kubernetes.io/safe-to-evict: "false"
     karpenter.sh/do-not-disrupt: "true"
+    {{- end }}
+    {{- with .place.annotations }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   {{- end }}
 spec:
   terminationGracePeriodSeconds: {{ $chain.grace }}
@@ -62,6 +76,10 @@ spec:
         {{- include "shoal.containerSecurity" .root | nindent 8 }}
       env:
         {{- include "shoal.env" . | nindent 8 }}
+      {{- with .place.envFrom }}
+      envFrom:
+        {{- toYaml . | nindent 8 }}
+      {{- end }}
       ports:
         {{- if $isHead }}
         - {name: gcs-server, containerPort: 6379}
@@ -104,6 +122,9 @@ spec:
         {{- if and (eq .group "router") $v.tenants.secretName }}
         - {name: tenants, mountPath: /etc/shoal/tenants, readOnly: true}
         {{- end }}
+        {{- with .place.volumeMounts }}
+        {{- toYaml . | nindent 8 }}
+        {{- end }}
   volumes:
     - {name: shm, emptyDir: {medium: Memory, sizeLimit: {{ .size.shm }}Gi}}
     - {name: ray, emptyDir: {sizeLimit: 10Gi}}
@@ -117,6 +138,9 @@ spec:
     {{- if and (eq .group "router") $v.tenants.secretName }}
     # 0440, which YAML 1.1 and 1.2 read differently
     - {name: tenants, secret: {secretName: {{ $v.tenants.secretName }}, defaultMode: 288}}
+    {{- end }}
+    {{- with .place.volumes }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end -}}
 
@@ -134,6 +158,10 @@ spec:
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 # how long a worker lives without the head
 - {name: RAY_gcs_rpc_server_reconnect_timeout_s, value: {{ ternary "60" "600" (eq .group "head") | quote }}}
+{{- if eq .group "head" }}
+# a new head's controller kills who has not answered after so long, with its streams; by default after 30 s
+- {name: RAY_SERVE_SLOW_STARTUP_WARNING_S, value: "300"}
+{{- end }}
 {{- if .mountsModels }}
 - {name: HF_HOME, value: /models/hf}
 {{- if or (include "shoal.claim" .root) (contains "/" $v.model.id) }}
@@ -149,7 +177,7 @@ spec:
 - name: SHOAL_CLUSTER_TOKEN
   valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $v.clusterToken.key }}}}
 {{- end }}
-{{- range $name, $value := .env }}
+{{- range $name, $value := .place.env }}
 - {name: {{ $name }}, value: {{ $value | quote }}}
 {{- end }}
 {{- end -}}

@@ -39,6 +39,7 @@
 {{- fail (printf "pods.shmGiB %d must be below pods.memoryGiB %d: /dev/shm counts as memory of the pod" (int $pods.shmGiB) (int $pods.memoryGiB)) -}}
 {{- end -}}
 {{- include "shoal.refuseAround" . -}}
+{{- include "shoal.refuseHatches" . -}}
 {{- include "shoal.refuseConfig" . -}}
 {{- end -}}
 
@@ -87,9 +88,49 @@
 {{- if not (or $v.rayAuth.enabled $v.clusterToken.secretName) -}}
 {{- fail "clusterToken.secretName is empty and rayAuth.enabled is false: replicas and routers would have no token to know each other by. Name an existing Secret (key: clusterToken.key)" -}}
 {{- end -}}
+{{- if and (or $v.httpRoute.enabled $v.ingress.enabled) $v.networkPolicy.enabled (not $v.networkPolicy.clients) -}}
+{{- fail "networkPolicy.clients is empty: then only pods of this namespace get in, and what httpRoute or ingress bring comes from the gateway's pods. Name these in networkPolicy.clients" -}}
+{{- end -}}
+{{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) -}}
+{{- fail "httpRoute.parentRefs is empty: name the Gateway, as [{name: gateway, namespace: infra}]" -}}
+{{- end -}}
+{{- if and $v.httpRoute.enabled (eq $v.upgrade.strategy "NewClusterWithIncrementalUpgrade") -}}
+{{- fail "httpRoute.enabled: with upgrade.strategy NewClusterWithIncrementalUpgrade the operator makes a Gateway and a route of its own, and ours would pass by the weights of the upgrade" -}}
+{{- end -}}
+{{- $host := 0.0 -}}
+{{- with $v.config.kv_cache -}}{{- $host = float64 (.host_tier_gib | default 0) -}}{{- end -}}
+{{- $size := include "shoal.size" . | fromYaml -}}
+{{- if gt $host 0.0 -}}
+{{- if ge (addf $host $size.shm) (float64 $size.memory) -}}
+{{- fail (printf "config.kv_cache.host_tier_gib %v and /dev/shm (%v GiB) leave nothing of a pod's memory of %v GiB: raise pods.memoryGiB" $host $size.shm $size.memory) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "shoal.refuseHatches" -}}
+{{- range $part := list "pods" "router" "head" -}}
+{{- $place := index $.Values $part -}}
 {{- range $name := list "SHOAL_CLUSTER_TOKEN" "SHOAL_CLUSTER_TOKEN_FILE" "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "HF_TOKEN" -}}
-{{- if hasKey $v.pods.env $name -}}
-{{- fail (printf "pods.env.%s follows from other values (drain, headState, rayAuth, clusterToken, hfToken); set those" $name) -}}
+{{- if hasKey $place.env $name -}}
+{{- fail (printf "%s.env.%s follows from other values (drain, headState, rayAuth, clusterToken, hfToken); set those" $part $name) -}}
+{{- end -}}
+{{- end -}}
+{{- $names := list "shm" "ray" "models" "tenants" -}}
+{{- range $place.volumes -}}
+{{- if has .name $names -}}
+{{- fail (printf "%s.volumes: the name %s is taken; give another one" $part .name) -}}
+{{- end -}}
+{{- $names = append $names .name -}}
+{{- end -}}
+{{- range $place.volumeMounts -}}
+{{- if not (has .name $names) -}}
+{{- fail (printf "%s.volumeMounts: no volume is called %s; known: %s" $part .name (join ", " $names)) -}}
+{{- end -}}
+{{- end -}}
+{{- range $key := list "app.kubernetes.io/name" "app.kubernetes.io/instance" "shoal/component" -}}
+{{- if hasKey (dig "metadata" "labels" (dict) $place.podTemplate) $key -}}
+{{- fail (printf "%s.podTemplate.metadata.labels.%s: policies, budgets and monitors select by it; it can not be another one" $part $key) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}
