@@ -162,6 +162,12 @@ def warnings(before: ClusterConfig, after: ClusterConfig) -> list[str]:
             f"requests of more than {cap} sequences (prompts x n) get 400 (too_many_sequences) from now on, since the "
             "queue of a replica never holds so many"
         )
+    part, before_part = after.router.most_waiting_per_router, before.router.most_waiting_per_router
+    if part is not None and part < min(before_part or cap, cap):
+        found.append(
+            f"requests of more than {part} sequences (prompts x n) get 400 (too_many_sequences) from now on, also when "
+            f"nothing waits: that is each router's part of router.max_num_queued_reqs ({after.router.replicas} routers)"
+        )
     found += [
         f"the tenant {name!r} is not in the configuration: it counts only if {after.tenants.file} has one of that name"
         for name in after.tenants.named

@@ -38,7 +38,9 @@ class TenantConfig(FrozenModel):
     @field_validator("keys", mode="before")
     @classmethod
     def _keys_are_hashed(cls, value: object) -> object:
-        for place, key in enumerate(value if isinstance(value, list | tuple) else ()):
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"is no list; allowed: a list of {HASH_PREFIX}<64 hex digits>")
+        for place, key in enumerate(value):
             if not isinstance(key, str) or not _HASH.fullmatch(key):
                 # the key itself is not repeated: sentences end up in logs
                 raise ValueError(

@@ -67,7 +67,7 @@ class Admission:
         if wanted > self.cap:
             raise Refused(
                 RefusalReason.TOO_MANY_SEQUENCES,
-                f"{wanted} sequences in one request, but the queue of a replica holds at most {self.cap}",
+                f"{wanted} sequences (prompts x n) in one request; allowed: {self.cap}, the queue of a replica",
             )
         if request.deadline_s is not None and request.deadline_s <= now:
             raise Refused(

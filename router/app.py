@@ -30,7 +30,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from replica.errors import NeverFitsError, RefusedError, ShoalError, TenantLimitError
+from replica.errors import DeadlineExceededError, NeverFitsError, RefusedError, ShoalError
 from replica.messages import RequestId
 from router.app_settings import AppSettings
 from router.backend import Backend
@@ -144,7 +144,7 @@ class GenerateEndpoint:
     async def _refuse(self, send: Send, error: Exception, asked: Asked) -> None:
         edge, journal, rule = self._edge, self._edge.backend.journal, rule_of(error)
         log_error(error, asked.request_id, asked.header_id)
-        if isinstance(error, RefusedError):
+        if isinstance(error, RefusedError | DeadlineExceededError):
             edge.metrics.refused(rule.code or "refused")
             edge.tenants.refused(asked.tenant, rule.code or "refused")
         # a mistake in a field is the client's, who has been told all of it
@@ -153,8 +153,7 @@ class GenerateEndpoint:
             journal.note(asked.request_id, edge.clock(), f"answered {rule.status}", **told(error))
             journal.end(asked.request_id, outcome(rule))
         asked.leave(edge.clock())
-        is_limit = isinstance(error, TenantLimitError)
-        await send_error(send, error, edge.tenants.rate_headers(asked.tenant, edge.clock()) if is_limit else None)
+        await send_error(send, error, edge.tenants.rate_headers(asked.tenant, edge.clock()))
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

@@ -120,11 +120,12 @@ class Router:
         self._app.state.edge.look_at_priorities(live.order_policy)
 
     async def stopping(self, drain_s: float) -> None:
-        """`shoal serve` stops, and all goes: what is held for a replica is held no longer than that. Serve itself does
-        not tell that from a replica that is replaced.
+        """`shoal serve` stops, and all goes: nobody comes in, and what is here ends within that time. Returns when
+        nothing is left. Serve itself does not tell that from a replica that is replaced, and when the application is
+        deleted its proxies know no route any more: who comes then gets a 404 and takes the model for unknown.
         """
-        logger.info("the server stops; what is held ends within %g s", drain_s)
-        self.backend.stop_holding(drain_s)
+        logger.info("the server stops; streams have %g s to end", drain_s)
+        await self.backend.stop(drain_s)
 
     async def configuration(self) -> dict[str, Any]:
         """For `shoal get` and `shoal set`: the configuration at the start, what lies over it, what Serve told last, and

@@ -122,7 +122,7 @@ class Dispatcher:
         )
         self.journal.open(request_id, now)
         self.journal.note(request_id, now, "submitted", sequences=num_sequences, prompt_tokens=num_tokens)
-        if request.is_overdue(now):
+        if request.is_overdue(now) or self.is_stopping:
             return self._placing.give_up(request, now)
         verdict = self._door.admit(request, self.views.values(), now)
         if isinstance(verdict, Refuse):
@@ -258,8 +258,12 @@ class Dispatcher:
         if replica_id in self.views:
             self.views[replica_id].is_draining = True
 
+    @property
+    def is_stopping(self) -> bool:
+        return self._patience.is_stopping
+
     def on_stopping(self, at: float, now: float) -> list[Instruction]:
-        """The server stops, nothing will be replaced: what is held ends by `at`, whatever it waits for."""
+        """The server stops, nothing will be replaced: nobody comes in, and all ends by `at`, whatever it waits for."""
         self._patience.stop(at)
         self._hold_times.again(self._held)
         return self.on_time(now)
@@ -276,12 +280,20 @@ class Dispatcher:
     # ---- time ----
 
     def next_deadline(self) -> float | None:
-        """When a held request's time is up, in the caller's clock. For silence call `on_time` once a second."""
-        return self._hold_times.next()
+        """When somebody's time is up, in the caller's clock. For silence call `on_time` once a second."""
+        held, stops_at = self._hold_times.next(), self._patience.stops_at if self._requests else None
+        return held if stops_at is None else stops_at if held is None else min(held, stops_at)
 
     def on_time(self, now: float) -> list[Instruction]:
-        """Give up on requests that were held too long, and on replicas that have been silent too long."""
+        """Give up on requests that were held too long, and on replicas that have been silent too long; and on all when
+        the server has stopped.
+        """
         instructions: list[Instruction] = []
+        if self._patience.is_over(now):
+            for request in list(self._requests.values()):
+                if request.replica_id is not None:
+                    instructions.append(SendAbort(request.request_id, request.replica_id))
+                instructions += self._placing.give_up(request, now)
         is_vain = self._patience.is_stopping and not any(view.may_take_back(now) for view in self.views.values())
         self._ask_round.all_again()
         for request in self._held if is_vain else self._hold_times.due(now):

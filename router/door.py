@@ -68,12 +68,17 @@ class Door:
         waiting, num_sequences = self._waiting, request.num_sequences
         caps = [view.load.queue_cap for view in views if view.is_placeable(now)]
         if caps and num_sequences > max(caps):
-            why = f"{num_sequences} sequences in one request, but the queue of a replica holds at most {max(caps)}"
+            why = (
+                f"{num_sequences} sequences (prompts x n) in one request; allowed: {max(caps)}, the queue of a replica"
+            )
             return Refuse(request.request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why)
         if waiting.has_room_for(num_sequences):
             return []
         if waiting.is_too_many(num_sequences):
-            why = f"{num_sequences} sequences in one request, but of one router at most {waiting.most} may wait"
+            why = (
+                f"{num_sequences} sequences (prompts x n) in one request; allowed: {waiting.most}, this router's part "
+                "of router.max_num_queued_reqs"
+            )
             return Refuse(request.request_id, RefusalReason.TOO_MANY_SEQUENCES, 0.0, why)
         whose = (request.order_key, request.tenant, request.tenant_weight)
         if leaving := waiting.who_makes_way(num_sequences, *whose):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Send
 
-from replica.errors import NeverFitsError, RefusedError
+from replica.errors import NeverFitsError, TooManySequencesError
 from replica.messages import RequestId
 from router.answer import Answer
 from router.backend import GenerationStream
@@ -27,6 +27,8 @@ from router.tenant_limits import Visit
 from router.tenants import DEFAULT_TENANT
 
 Result = TypeVar("Result")
+#: reason of `vllm:admission_rejections`: the client left before a replica had taken its request
+_LEFT = "client_left"
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -94,7 +96,10 @@ class Exchange:
         except asyncio.CancelledError:
             self._note("the client left")
             journal.end(asked.request_id, ABORTED)
-            self._record.end("abort")
+            if self._record.is_accepted:
+                self._record.end("abort")
+            else:
+                self._record.refuse(_LEFT)
             raise
         except Exception as error:
             await self._fail(error)
@@ -154,21 +159,24 @@ class Exchange:
         if isinstance(error, NeverFitsError) and error.param is None:
             # a replica's word, whose KV cache is smaller than the context: it does not know what the field is called
             error = NeverFitsError(error.message, "messages" if self._prepared.is_chat else "prompt")
+        elif isinstance(error, TooManySequencesError) and self._prepared.request.n == 1:
+            error = TooManySequencesError(error.message, "prompt")
         rule, journal = rule_of(error), self._edge.backend.journal
         if not self._has_started:
             self._note(f"answered {rule.status}", **told(error))
         else:
             self._note("broken off in the middle of the answer", **told(error))
         journal.end(self._asked.request_id, FAILED if self._has_started else outcome(rule))
-        if isinstance(error, RefusedError) and not self._has_started:
-            self._record.refuse(rule.code or "refused")
-        else:
+        if self._has_started or outcome(rule) == FAILED:
             self._record.end("error")
+        else:  # also one that a replica had queued: each request is counted as ended or as refused
+            self._record.refuse(rule.code or "refused")
         self._asked.leave(self._edge.clock())
         if self._has_started and self._prepared.request.stream:
             await self._send({"type": "http.response.body", "body": error_event(error_object(error))})
         elif not self._has_started:
-            await send_error(self._send, error)
+            told_of_limit = self._edge.tenants.rate_headers(self._asked.tenant, self._edge.clock())
+            await send_error(self._send, error, told_of_limit)
 
 
 def outcome(rule: ErrorRule) -> str:

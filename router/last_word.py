@@ -29,17 +29,19 @@ def last_word(
         why = f"{request.num_losses} replicas died or failed under this request; sent again as it is, it may end others"
         return Fail(request_id, why, is_lost_too_often=True)
     if request.has_begun and is_stopping:
-        return Fail(request_id, "the server stops, and no replica was there to end this answer in time")
+        return Fail(request_id, "the server stops, and this answer did not end in time")
     if request.has_begun:
         return Fail(request_id, "the replica that generated this answer is gone, and no other was there in time")
     if request.is_overdue(now):
         why = "the deadline passed before a replica had begun the request; give it more time, or send less at once"
         return Refuse(request_id, RefusalReason.DEADLINE, 0.0, why)
+    if is_stopping:
+        return Refuse(request_id, RefusalReason.NO_REPLICA, 2.0, "the server stops")
     up = [view for view in views if view.is_placeable(now)]
     if request.was_shed:
         why = "it made way for requests that come before it, and no other replica takes it"
     elif not up:
-        why = "the server stops" if is_stopping else "no replica is ready: all of them start, drain or are gone"
+        why = "no replica is ready: all of them start, drain or are gone"
         return Refuse(request_id, RefusalReason.NO_REPLICA, 2.0, why)
     elif any(view.refusals.window is not None and view.has_room_for(request.num_sequences) for view in up):
         # by what the others were told, it was not sent

@@ -95,6 +95,8 @@ class LiveBackend:
         self.num_leaks: Counter[str] = Counter()
         #: of requests that ended well, seconds by part (`router/breakdown.py`)
         self.part_seconds: dict[str, float] = {}
+        #: set once the server stops and nothing is left
+        self._all_ended = asyncio.Event()
 
     # ---- router.backend.Backend ----
 
@@ -124,6 +126,8 @@ class LiveBackend:
 
     def may_admit(self, num_sequences: int, priority: int = 0, tenant: str = "", tenant_weight: float = 1.0) -> None:
         now = self._clock()
+        if self.dispatcher.is_stopping:
+            raise NoReplicaError("the server stops")
         key = (0.0, priority, self._wall_clock())
         if self.dispatcher.is_certainly_full(num_sequences, now, key, tenant, tenant_weight):
             raise QueueFullError(
@@ -141,7 +145,9 @@ class LiveBackend:
             states = Counter(view.state(now) for view in self.dispatcher.views.values())
             others = ", ".join(f"{number} {state}" for state, number in sorted(states.items()))
             detail["reason"] = f"no replica is ready: {others or 'none is connected'}"
-        return Health(bool(up), detail)
+        if self.dispatcher.is_stopping:
+            detail["reason"] = "the server stops"
+        return Health(bool(up) and not self.dispatcher.is_stopping, detail)
 
     def load(self) -> int:
         return self.dispatcher.num_requests
@@ -212,10 +218,12 @@ class LiveBackend:
             if self.dispatcher.view_of(replica_id) is None:
                 self._drop_client(replica_id)  # it was not connected: nothing to wait for
 
-    def stop_holding(self, within_s: float) -> None:
-        """The server stops: nothing is held any longer than that."""
+    async def stop(self, within_s: float) -> None:
+        """The server stops: what comes is refused, what is here ends within that time. Returns when nothing is left."""
         now = self._clock()
         self._carry_out(self.dispatcher.on_stopping(now + within_s, now))
+        if self._streams:
+            await self._all_ended.wait()
 
     async def close(self) -> None:
         """End all streams to replicas; unfinished requests fail, or are refused if they have no token yet."""
@@ -368,7 +376,10 @@ class LiveBackend:
 
     def _forget(self, request_id: RequestId) -> LiveStream | None:
         self._names.forget(request_id)
-        return self._streams.pop(request_id, None)
+        stream = self._streams.pop(request_id, None)
+        if not self._streams and self.dispatcher.is_stopping:
+            self._all_ended.set()
+        return stream
 
     # ---- orders ----
 

@@ -34,6 +34,10 @@ class Patience:
     def is_stopping(self) -> bool:
         return self.stops_at is not None
 
+    def is_over(self, now: float) -> bool:
+        """The server has stopped."""
+        return self.stops_at is not None and self.stops_at <= now
+
     def begin(self, request: Tracked, now: float, is_replaced: bool) -> None:
         """`request` is held from now on, if it is not yet. `is_replaced`: it waits for another place after a loss."""
         if is_replaced and request.resume_by is None:

@@ -127,14 +127,17 @@ def test_no_replica(how: str) -> None:
             else:
                 api.run(each.engine.drain(0.0))
         if how == "stopping":
-            api.peek(lambda: api.backend.stop_holding(0.0))
+            api.start(api.backend.stop(0.0))
         api.until(lambda: not api.backend.health().ok)
         message = check(how, complete(api, max_tokens=2))
         assert ("the server stops" in message.lower()) == (how == "stopping")
         check("models", api.http.get("/v1/models"))
         check("models", api.http.get("/v1/models/fake"))
         error_of(api.http.get("/v1/models/other"), 404, "model", "model_not_found")
-        error_of(complete(api, model="other"), 404, "model", "model_not_found")
+        if how == "stopping":  # nothing is read any more
+            error_of(complete(api, model="other"), 503, None, "no_replica")
+        else:
+            error_of(complete(api, model="other"), 404, "model", "model_not_found")
 
 
 def test_the_router_stops() -> None:
@@ -371,7 +374,7 @@ def test_stop_with_an_open_stream() -> None:
         wire.post(COMPLETIONS, STREAM)
         assert wire.head()[0] == 200
         events = wire.events(3)
-        api.peek(lambda: api.backend.stop_holding(0.0))
+        api.start(api.backend.stop(0.0))
         engine = api.replicas[0].engine
         drain = api.start(engine.drain(0.0))
         api.until(lambda: any(sequence.abort_reason for sequence in engine.core.scheduler.living()))
@@ -400,3 +403,26 @@ def test_the_client_goes() -> None:
             running.events(1)
         api.until(lambda: api.backend.load() == 0)
         api.replicas[0].runner.open()
+
+
+def test_each_request_is_counted_once_as_ended_or_as_refused() -> None:
+    """Queue full, deadline, too many sequences, a client that leaves: what came in is what went out."""
+    with one_at_a_time(DispatcherConfig(admission_wait_s=0.3)) as (api, them):
+        them.send_queued(1)
+        check("queue-full", complete(api, max_tokens=2))
+        check("deadline-held", complete(api, max_tokens=2, deadline_ms=50))
+        check("too-many-sequences", complete(api, n=3))
+        with Wire(api.port) as wire:
+            wire.post(COMPLETIONS, STREAM)
+            api.until(lambda: api.backend.dispatcher.num_held == 1)
+        api.until(lambda: api.backend.dispatcher.num_held == 0)
+        api.replicas[0].runner.open()
+        assert [one.result().status_code for one in them.all] == [200, 200]
+        refused = [
+            api.metric("vllm:admission_rejections_total", reason=reason)
+            for reason in ("queue_full", "deadline_exceeded", "too_many_sequences", "client_left")
+        ]
+        assert refused == [1, 1, 1, 1]
+        assert api.metric("vllm:request_success_total") == 2
+        assert api.metric("shoal_tenant_requests_total") == 6
+        assert api.metric("shoal_tenant_refusals_total") == 4

@@ -209,6 +209,10 @@ def test_a_signal_lets_open_streams_end_and_then_ends_everything(number: signal.
             lines = client.send(request, stream=True).iter_lines()
             streams.append((lines, tokens_of(next(lines))))
         shoal.process.send_signal(number)
+        wait_until(lambda: client.get("/health").status_code != 200, 5, "the routers have heard of it")
+        late = client.post("/v1/completions", json=body(9, 2))  # not a 404 of a proxy whose routes are gone
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "no_replica")
+        assert int(late.headers["retry-after"]) > 0
         for i, (lines, tokens) in enumerate(streams):
             rest = list(lines)
             for line in rest:

@@ -153,6 +153,9 @@ def test_an_equal_value_is_no_change() -> None:
         ({"scheduler__policy": "priority"}, {"scheduler__policy": "priority"}, []),
         ({}, {"router__max_queued_requests_per_replica": 5}, ["more than 5 sequences.*400"]),
         ({}, {"router__max_queued_requests_per_replica": 500}, []),
+        ({}, {"router__max_num_queued_reqs": 3}, ["more than 3 sequences.*router.max_num_queued_reqs"]),
+        ({}, {"router__max_num_queued_reqs": 500}, []),
+        ({"router__max_num_queued_reqs": 3}, {"router__max_num_queued_reqs": 4}, []),
     ],
 )
 def test_a_change_that_makes_requests_400_is_made_with_a_warning(

@@ -29,7 +29,7 @@ def named(**tenants: Any) -> ClusterConfig:
     ("tenants", "sentence"),
     [
         ({"a": {"keys": [HASH, PLAIN]}}, "tenants.named.a.keys: number 2 is no hash of a key; allowed: sha256:"),
-        ({"a": {"keys": PLAIN}}, "tenants.named.a.keys: Input should be a valid tuple; allowed: a list of texts"),
+        ({"a": {"keys": PLAIN}}, "tenants.named.a.keys: is no list; allowed: a list of sha256:"),
         ({"a": PLAIN}, "tenants.named.a: must be a section with the keys keys, weight"),
         ({"a": {"weight": 0}}, r"tenants.named.a.weight: .*greater than or equal to 0.001 \(got 0\)"),
         ({"a": {"priority": [3, 1]}}, r"priority: is no range of priorities; allowed: auto or a list of two whole"),
