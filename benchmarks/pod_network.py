@@ -79,7 +79,7 @@ class Pod:
     def is_ready(self) -> bool:
         """What the readiness probe of its container says, run as the kubelet does."""
         command = ["nsenter", f"--target={self.first_pid}", "--net", "--mount", "--pid", "--", *self.plan.ready]
-        env = {**os.environ, **self.plan.env}
+        env = {**_clean(os.environ), **self.plan.env}
         return subprocess.run(command, env=env, capture_output=True, check=False, cwd=servers.ROOT).returncode == 0
 
     def terminate(self) -> float:
@@ -184,6 +184,7 @@ def _with_env(plan: PodPlan, env: dict[str, str]) -> PodPlan:
 
 
 def _clean(environ: os._Environ[str]) -> dict[str, str]:
-    """Without what only this process is told."""
+    """Without what only this process is told; `ray` and `python` are those of its environment, as in an image."""
     mine = ("RAY_", "SHOAL_CLUSTER_TOKEN", _INSIDE)
-    return {key: value for key, value in environ.items() if not key.startswith(mine)}
+    kept = {key: value for key, value in environ.items() if not key.startswith(mine)}
+    return {**kept, "PATH": os.pathsep.join((str(Path(sys.executable).parent), kept.get("PATH", os.defpath)))}
