@@ -47,6 +47,8 @@ class HandOver:
         self.prefill_id: ReplicaId | None = None
         self.num_legs = 0
         self.deadline: float | None = None
+        #: D's word at its first seat
+        self.num_cached_tokens = 0
         self.tried: set[ReplicaId] = set()
         #: P's answer to the submission is here
         self.is_answered = False
@@ -70,7 +72,9 @@ class HandOver:
         self.num_legs += 1
         self.tried.add(prefill_id)
         self.is_answered = False
-        return DispatchPrefill(self.request_id, prefill_id, self.leg_id, self.source.hand_over, sorted(self.open))
+        return DispatchPrefill(
+            self.request_id, prefill_id, self.leg_id, self.source.hand_over, sorted(self.open), self.num_cached_tokens
+        )
 
     def prefilled(self, tokens: dict[int, list[int]], ended: set[int]) -> list[Instruction]:
         """First tokens are with the client; `ended`: sequences that are over with them. Indices that are not open are

@@ -56,6 +56,8 @@ class DispatchPrefill(msgspec.Struct, frozen=True):
     leg_id: RequestId
     hand_over: str
     indices: list[int]
+    #: leading tokens of its first prompt that the decode replica has itself
+    num_cached_tokens: int = 0
 
 
 class SendContinue(msgspec.Struct, frozen=True):

@@ -84,6 +84,7 @@ class PrefillDesk:
         elif hand_over.stage is Stage.SEATING and message.is_waiting:
             self._num_coming -= request.num_tokens
             hand_over.is_coming = False
+            hand_over.num_cached_tokens = message.num_cached_tokens
             num_uncached = request.num_tokens - message.num_cached_tokens * request.num_sequences
             self._note(hand_over, now, "has its seat", cached_tokens=message.num_cached_tokens)
             if self._look(request, decode, num_uncached, now).is_remote:

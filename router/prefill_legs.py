@@ -17,6 +17,9 @@ def leg_of(request: GenerateRequest, order: DispatchPrefill) -> GenerateRequest:
     """The prompts of `order`, each for one token. All else is as in the request, so that the token is the one that D
     would have chosen.
     """
+    prompts = [sequence.prompt_token_ids for sequence in request.sequences]
+    # what D has of its first prompt says nothing of others
+    num_cached_tokens = order.num_cached_tokens if all(prompt == prompts[0] for prompt in prompts) else 0
     return msgspec.structs.replace(
         request,
         request_id=order.leg_id,
@@ -26,7 +29,7 @@ def leg_of(request: GenerateRequest, order: DispatchPrefill) -> GenerateRequest:
             if sequence.index in order.indices
         ],
         kv_source=None,
-        kv_sink=KVSink(order.hand_over),
+        kv_sink=KVSink(order.hand_over, num_cached_tokens),
     )
 
 

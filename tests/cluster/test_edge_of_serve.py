@@ -15,6 +15,8 @@ from cluster.why import why
 from replica.errors import ShoalError
 from tests.cluster.shoal_process import ShoalProcess, wait_until
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def shoal() -> Iterator[ShoalProcess]:
