@@ -152,7 +152,7 @@ def _frozen(whose: str, seconds: float) -> Callable[[PdWorld], Awaitable[None]]:
 
 PD_FAULTS = {f"{victim}_killed_{moment}": _killed(victim, moment) for moment in MOMENTS for victim in VICTIMS}
 PD_FAULTS |= {
-    "link_cut_6_s": _link_cut(6.0),
+    "link_cut_5_s": _link_cut(5.0),
     "link_cut_beyond_lease": _link_cut(KV_LEASE_S + 2.0),
     "prefill_connector_frozen_beyond_lease": _frozen("prefill_connector", KV_LEASE_S + 2.0),
     "decode_connector_frozen_beyond_lease": _frozen("decode_connector", KV_LEASE_S + 2.0),
@@ -162,6 +162,5 @@ PD_SHORT = (
     "prefill_killed_prefilling",
     "decode_killed_continued",
     "prefill_connector_killed_on_the_way",
-    "decode_connector_killed_continued",
-    "link_cut_6_s",
+    "link_cut_5_s",
 )
