@@ -72,7 +72,7 @@ def _is_there(pid: int, began: int | None) -> bool:
     return began is not None and start_time(pid) == began
 
 
-async def _kill(world: World, pid: int) -> None:
+async def kill(world: World, pid: int) -> None:
     """And it is gone."""
     began = start_time(pid)
     os.kill(pid, signal.SIGKILL)
@@ -89,7 +89,7 @@ async def _kill_in_copy(world: World, pids: list[int]) -> None:
         pid = world.rng.choice(pids)
         os.kill(pid, signal.SIGSTOP)
         if await world.until(is_copying, 2):
-            await _kill(world, pid)
+            await kill(world, pid)
             return
         os.kill(pid, signal.SIGCONT)
         await asyncio.sleep(world.rng.uniform(0.05, 0.3))
@@ -112,13 +112,13 @@ async def runner_killed_in_copy(world: World) -> None:
 @fault
 async def connector_killed_in_load(world: World) -> None:
     """With a load unanswered."""
-    await _kill(world, await _stop_connector(world, "kv_wanting"))
+    await kill(world, await _stop_connector(world, "kv_wanting"))
 
 
 @fault
 async def connector_killed_in_store(world: World) -> None:
     """With an offer unanswered, or being copied."""
-    await _kill(world, await _stop_connector(world, "kv_storing"))
+    await kill(world, await _stop_connector(world, "kv_storing"))
 
 
 @fault
@@ -128,7 +128,7 @@ async def connector_killed_at_work(world: World) -> None:
     if not await world.until(lambda told: sum(one["counters"].get("tier_given_disk", 0) for one in told) > given):
         raise Missed("nothing is read from disk")
     (pid,) = world.connectors()
-    await _kill(world, pid)
+    await kill(world, pid)
 
 
 async def _replica_with_answers(world: World) -> int:
@@ -144,14 +144,14 @@ async def _replica_with_answers(world: World) -> int:
 @fault
 async def replica_killed_with_leases(world: World) -> None:
     """In the middle of loads and stores: the connector has given what it asked for, and it has not answered yet."""
-    await _kill(world, await _replica_with_answers(world))
+    await kill(world, await _replica_with_answers(world))
 
 
 @fault
 async def replica_killed_with_questions(world: World) -> None:
     """The connector reads the questions of a replica that is gone."""
     connector = await _stop_connector(world, "kv_wanting", "kv_storing", both=True)
-    await _kill(world, world.rng.choice(world.replicas()))
+    await kill(world, world.rng.choice(world.replicas()))
     os.kill(connector, signal.SIGCONT)
 
 
@@ -161,7 +161,7 @@ async def both_killed(world: World) -> None:
     connector = await _stop_connector(world, "kv_wanting", "kv_storing", both=True)
     replica = world.rng.choice(world.replicas())
     os.kill(replica, signal.SIGKILL)
-    await _kill(world, connector)
+    await kill(world, connector)
 
 
 async def _frozen_connector(world: World, seconds: float) -> None:

@@ -1,5 +1,5 @@
 """A live cluster with KV tiers that are always full, clients whose tokens are compared, and what a
-fault needs to see and do: for `kv_kills.py` and `kv_faults.py`.
+fault needs to see and do: for `kv_kills.py` and `kv_faults.py`; with prefill and decode replicas, `pd_live.py`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Shape(msgspec.Struct, frozen=True):
     num_replicas: int = 2
     arguments: tuple[str, ...] = ()
     num_prompts: int = 24
+    #: of prompts, the share that was not there before (with the fake runner)
+    new_share: float = 0.3
 
 
 SHAPES = {
@@ -103,6 +105,8 @@ class World:
         self._may_begin = asyncio.Event()
         self._is_over = False
         self.num_running = 0
+        #: X-Request-Ids of those that run
+        self.living: set[str] = set()
 
     async def __aenter__(self) -> World:
         timeout = aiohttp.ClientTimeout(total=None, sock_read=120)
@@ -146,15 +150,19 @@ class World:
             await asyncio.sleep(0.02)
         return False
 
-    async def until_whole(self) -> None:
+    def has_all(self, told: list[dict[str, Any]]) -> bool:
         """All replicas, a connector, and they have it."""
+        connected = [one["counters"].get("kv_connected") for one in told]
+        num = self.shape.num_replicas
+        return connected == [1] * num and len(self.connectors()) == 1 and len(self.replicas()) == num
 
-        def is_whole(told: list[dict[str, Any]]) -> bool:
-            connected = [one["counters"].get("kv_connected") for one in told]
-            num = self.shape.num_replicas
-            return connected == [1] * num and len(self.connectors()) == 1 and len(self.replicas()) == num
+    def has_begun(self, told: list[dict[str, Any]]) -> bool:
+        """KV comes and goes."""
+        return all(one["counters"]["kv_loads"] > 2 for one in told)
 
-        if not await self.until(is_whole, 120):
+    async def until_whole(self) -> None:
+        """Everybody who can be lost is there."""
+        if not await self.until(self.has_all, 120):
             raise TimeoutError("the replicas and their tiers are not there within two minutes")
 
     # ---- clients ----
@@ -178,7 +186,7 @@ class World:
     def _next_prompt(self) -> list[int]:
         """Often one that was there before; with the fake runner, whose tokens are known, also a new one."""
         prompt = self.rng.choice(self._prompts)
-        if self.shape.runner == "fake" and self.rng.random() < 0.3:
+        if self.shape.runner == "fake" and self.rng.random() < self.shape.new_share:
             return prompt[:OPENING] + [self.rng.randrange(3, VOCAB) for _ in range(OWN)]
         return prompt
 
@@ -211,8 +219,12 @@ class World:
         body = {"model": self.server.model, "prompt": prompt, "max_tokens": OUTPUT, "temperature": 0}
         body |= {"ignore_eos": True, "stream": True, "return_token_ids": True}
         tokens: list[int] = []
+        name = f"kill-{self.rng.getrandbits(60):x}"
+        self.living.add(name)
         try:
-            async with self._session.post(f"{self.server.url}/v1/completions", json=body) as response:
+            async with self._session.post(
+                f"{self.server.url}/v1/completions", json=body, headers={"X-Request-Id": name}
+            ) as response:
                 if response.status != 200:
                     return tokens, f"{response.status}: {(await response.text())[:200]}"
                 async for line in response.content:
@@ -223,6 +235,8 @@ class World:
                         tokens += [token for choice in chunk["choices"] for token in choice["token_ids"]]
         except (aiohttp.ClientError, TimeoutError) as error:
             return tokens, repr(error)
+        finally:
+            self.living.discard(name)
         return tokens, ""
 
     # ---- baseline ----
@@ -235,7 +249,7 @@ class World:
             held = [f"{name} {one[name]}" for name in ("queued", "running", "returning") if one[name]]
             if one["kv_blocks_free"] != one["kv_blocks"]:
                 held.append(f"{one['kv_blocks'] - one['kv_blocks_free']} blocks of the pool")
-            names = ["kv_wanting", "kv_loading", "kv_storing", "kv_swapped"]
+            names = ["kv_wanting", "kv_loading", "kv_awaited", "kv_storing", "kv_swapped"]
             names += [f"tier_{name}" for name in ("leased", "reserved", "staging", "quarantined", "stranded")]
             return held + [f"{name} {one['counters'][name]:g}" for name in names if one["counters"].get(name)]
 

@@ -97,6 +97,12 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
+def parent(pid: int) -> int | None:
+    """Its pid; None if there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
 def command_line(pid: int) -> str:
     """Arguments of `pid` joined by spaces; empty if the process is gone."""
     try:

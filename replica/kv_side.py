@@ -92,6 +92,7 @@ class KVSide:
             "kv_stalls": counters.stalls,
             "kv_wanting": self._transfer.num_wanting,
             "kv_loading": self._transfer.num_loading,
+            "kv_awaited": self._transfer.num_awaited,
             "kv_storing": self._transfer.num_storing,
             "kv_swapped": self._transfer.num_swapped,
             **self._of_tier,

@@ -176,6 +176,11 @@ class KVTransfer:
         return self._loads.num_loading + self._remote.num_copying
 
     @property
+    def num_awaited(self) -> int:
+        """Sequences with a seat whose prompt's blocks come from another replica, and have not all come."""
+        return len(self._remote)
+
+    @property
     def num_swapped(self) -> int:
         """Put back sequences whose KV is kept, and that wait for their turn."""
         return len(self._swapped)

@@ -9,7 +9,7 @@ import contextlib
 import gc
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -21,10 +21,11 @@ import uvicorn
 from replica.config import AdmissionConfig, CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from replica.engine import Engine
 from replica.fake_runner import CostModel, FakeModelRunner
-from replica.messages import RouterId
+from replica.messages import Role, RouterId
 from replica.runner_thread import PacedRunner, RunnerThread
 from router.app import create_app
 from router.app_settings import AppSettings
+from router.disaggregation import HandOverConfig
 from router.dispatcher import DispatcherConfig
 from router.live_backend import LiveBackend
 from router.pairing import PairingDispatcher
@@ -33,7 +34,7 @@ from router.prepare import TextCodec
 from router.tenant_desk import TenantDesk
 from router.tokenizer import Tokenizer
 from tests.api.fake_text import EOS, fake_tokenizer, fake_vocab_size
-from tests.cluster.harness import ClusterUnderTest, GatedRunner, ReplicaUnderTest, until
+from tests.cluster.harness import ClusterUnderTest, GatedRunner, ReplicaUnderTest, num_up, until
 
 T = TypeVar("T")
 FAKE_MODEL = "fake"
@@ -208,6 +209,7 @@ async def plane(
     dispatcher: DispatcherConfig,
     http: str,
     tenants: TenantDesk | None = None,
+    hand_over: HandOverConfig = HandOverConfig(),
 ) -> AsyncIterator[tuple[ClusterUnderTest, uvicorn.Server]]:
     """Replicas, router and HTTP server, connected; taken down in the order of a real stop."""
     async with contextlib.AsyncExitStack() as stack:
@@ -215,11 +217,13 @@ async def plane(
             stack.push_async_callback(replica.close)
             await replica.start()
         router_id = RouterId("router-0")
-        backend = LiveBackend(PairingDispatcher(dispatcher, least_tokens), router_id, settings.served_model_names[0])
+        backend = LiveBackend(
+            PairingDispatcher(dispatcher, least_tokens, hand_over), router_id, settings.served_model_names[0]
+        )
         stack.push_async_callback(backend.close)
         cluster = ClusterUnderTest(replicas, [backend])
         cluster.publish_view()
-        await until(lambda: backend.health().detail["replicas_up"] == len(replicas))
+        await until(lambda: num_up(backend) == len(replicas))
         server = await stack.enter_async_context(
             _http_server(create_app(settings, codec, backend, tenants=tenants), http)
         )
@@ -267,9 +271,13 @@ def fake_api(
     http: str = "auto",
     scheduler: dict[str, Any] | None = None,
     tenants: TenantDesk | None = None,
+    roles: Sequence[Role] = (),
+    hand_over: HandOverConfig = HandOverConfig(),
     **settings: Any,
 ) -> Iterator[ApiUnderTest]:
-    """A server over fake runners. `step_s` is what a step takes; `is_open` False: steps wait for the runner's gate."""
+    """A server over fake runners. `step_s` is what a step takes; `is_open` False: steps wait for the runner's gate.
+    `roles`: of each replica, instead of `num_replicas`.
+    """
     engine_config = EngineConfig(
         model=ModelConfig(max_model_len=max_model_len, runner="fake"),
         cache=CacheConfig(block_size=16),
@@ -277,8 +285,8 @@ def fake_api(
         admission=AdmissionConfig(max_queued_requests=cap),
     )
 
-    def make(name: str) -> ReplicaUnderTest:
-        replica = ReplicaUnderTest(name, engine_config, 2, is_open)
+    def make(name: str, role: Role) -> ReplicaUnderTest:
+        replica = ReplicaUnderTest(name, engine_config, 2, is_open, role)
         fake = FakeModelRunner(
             num_blocks=num_blocks,
             block_size=16,
@@ -296,8 +304,8 @@ def fake_api(
     app_settings = AppSettings(
         served_model_names=(FAKE_MODEL, "alias"), max_model_len=max_model_len, vocab_size=fake_vocab_size(), **settings
     )
-    replicas = [make(f"replica-{i}") for i in range(num_replicas)]
-    with running(lambda: plane(replicas, app_settings, fake_tokenizer(), dispatcher, http, tenants)) as api:
+    replicas = [make(f"replica-{i}", role) for i, role in enumerate(roles or [Role.BOTH] * num_replicas)]
+    with running(lambda: plane(replicas, app_settings, fake_tokenizer(), dispatcher, http, tenants, hand_over)) as api:
         yield api
 
 
