@@ -27,8 +27,6 @@ from router.tenant_limits import Visit
 from router.tenants import DEFAULT_TENANT
 
 Result = TypeVar("Result")
-#: reason of `vllm:admission_rejections`: the client left before a replica had taken its request
-_LEFT = "client_left"
 _SSE_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -96,10 +94,7 @@ class Exchange:
         except asyncio.CancelledError:
             self._note("the client left")
             journal.end(asked.request_id, ABORTED)
-            if self._record.is_accepted:
-                self._record.end("abort")
-            else:
-                self._record.refuse(_LEFT)
+            self._record.end("abort")
             raise
         except Exception as error:
             await self._fail(error)

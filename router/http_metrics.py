@@ -219,18 +219,7 @@ class RequestRecord:
     exactly once.
     """
 
-    __slots__ = (
-        "_ended",
-        "_histograms",
-        "_itl",
-        "_metrics",
-        "_model",
-        "_model_metrics",
-        "_note",
-        "_visit",
-        "is_accepted",
-        "timeline",
-    )
+    __slots__ = ("_ended", "_histograms", "_itl", "_metrics", "_model", "_model_metrics", "_note", "_visit", "timeline")
 
     def __init__(
         self,
@@ -249,11 +238,9 @@ class RequestRecord:
         self.timeline = Timeline(arrival_s)
         self._note = self.timeline.note
         self._ended = False
-        self.is_accepted = False
 
     def accepted(self, num_prompt_tokens: int, max_tokens: int, n: int) -> None:
         """A replica took the request."""
-        self.is_accepted = True
         self._model_metrics.prompt_tokens += num_prompt_tokens
         if self._visit is not None:
             self._visit.accepted(num_prompt_tokens)
@@ -305,7 +292,7 @@ class RequestRecord:
                 self._observe(name, read(times))
 
     def refuse(self, reason: str) -> None:
-        """Refused before its first byte, or left by its client before a replica took it: it is not counted as ended."""
+        """Refused before its first byte: counted as a rejection, not as an ended request."""
         if not self._ended:
             self._ended = True
             self._metrics.refused(reason)
