@@ -1,10 +1,11 @@
-"""Claims of prefill/decode disaggregation: the decision for each request."""
+"""Claims of prefill/decode disaggregation: the decision for each request, and the transfer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterator, Sequence
 
-from benchmarks import pd_decision
+from benchmarks import pd_decision, pd_transfer
 from benchmarks.claims import Measured, claim
 
 
@@ -20,3 +21,22 @@ def decision(full: bool) -> Iterator[tuple[str, Measured]]:
             note = ", ".join(f"{name} {1000 * s:.0f} ms" for name, s in point.ttft_s.items())
             note += f"; {100 * point.remote_share:.0f} % remote"
             yield f"{trace}.{point.load}", Measured(point.ratio, "x the better of both", 1.05, note=note)
+
+
+@claim("pd.transfer")
+def transfer(full: bool) -> Iterator[tuple[str, Measured]]:
+    """TTFT of remote over local prefill, and what of the transfer is not hidden, on loopback and on 1 Gbit/s."""
+    lengths, rounds = (pd_transfer.LENGTHS, 3) if full else ((128, 512, 2048), 1)
+    for one in asyncio.run(_points(lengths, rounds)):
+        way = one.way.replace("1 Gbit/s", "gbit").replace(", no overlap", "_at_the_end")
+        note = f"local {one.local_s:.2f} s, remote {one.ttft_s:.2f} s; CPU {one.cpu_ratio:.2f} x local"
+        if one.way == "loopback":
+            yield f"{one.num_tokens}.remote", Measured(one.ratio, "x local TTFT", note=note)
+        # of what the issue bounds, only a transfer that flows: how much that saves is told beside it
+        bound = 0.1 if one.way == "1 Gbit/s" and one.num_tokens >= 2048 else None
+        note = f"{1000 * one.waited_s:.0f} ms after the first token, {one.fetched_bytes / 1e6:.0f} MB"
+        yield f"{one.num_tokens}.{way}", Measured(one.unhidden, "of TTFT not hidden", bound, note=note)
+
+
+async def _points(lengths: Sequence[int], rounds: int) -> list[pd_transfer.Point]:
+    return [one async for one in pd_transfer.measure(lengths, rounds)]

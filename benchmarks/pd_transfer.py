@@ -71,6 +71,8 @@ class Remote(msgspec.Struct, frozen=True):
 
     ttft_s: float
     waited_s: float
+    #: of this process, both replicas and connectors, to the end of the request
+    cpu_s: float
     fetched_bytes: int
 
 
@@ -86,6 +88,8 @@ class Point(msgspec.Struct, frozen=True):
     #: of the transfer, what is not hidden, over the time to the first token
     unhidden: float
     waited_s: float
+    #: CPU seconds over those of local: does not depend on how busy the machine is
+    cpu_ratio: float
     fetched_bytes: int
 
 
@@ -102,17 +106,17 @@ class Pair:
         """Words of the default model, drawn anew each time."""
         return [self._rng.randrange(1000, 40000) for _ in range(num_tokens)]
 
-    async def local(self, num_tokens: int) -> float:
-        """Seconds to the first token where D computes the prompt."""
+    async def local(self, num_tokens: int) -> tuple[float, float]:
+        """Seconds to the first token where D computes the prompt, and of CPU to the end."""
         self._number += 1
         request = _request(f"l{self._number}", self.prompt(num_tokens), 2)
-        began = time.perf_counter()
+        began, cpu_s = time.perf_counter(), time.process_time()
         link = _submit(self.d, request)
         await _tokens(link)
         ttft_s = time.perf_counter() - began
         await _end(link)
         self.d.disconnect(link)
-        return ttft_s
+        return ttft_s, time.process_time() - cpu_s
 
     async def remote(self, num_tokens: int, way: str) -> Remote:
         """As a router does it. Raises RuntimeError if not all full blocks of the prompt crossed TCP."""
@@ -122,8 +126,8 @@ class Pair:
         giver = self._giver.peers._giver
         assert giver is not None
         giver._budget = LinkBudget(bytes_per_s) if bytes_per_s else None
-        before, stats = self._fetched(), _hold_stores(self.p, not is_overlapped)
-        began = time.perf_counter()
+        before, let_go = self._fetched(), _hold_stores(self.p, not is_overlapped)
+        began, cpu_s = time.perf_counter(), time.process_time()
         asked = msgspec.structs.replace(
             _request(name, prompt, 2), kv_source=KVSource(name, PATIENCE_S, PATIENCE_S, ["n1"])
         )
@@ -134,7 +138,8 @@ class Pair:
         ttft_s = time.perf_counter() - began
         self.d.handle(at_d, Continue(RequestId(name), name, {0: first}))
         output = await _end(at_d)
-        stats()
+        cpu_s = time.process_time() - cpu_s
+        let_go()
         for one, link in ((self.p, at_p), (self.d, at_d)):
             one.disconnect(link)
         if output.finish_reason is not FinishReason.LENGTH:
@@ -143,7 +148,7 @@ class Pair:
         if fetched < num_tokens // 16 * self.block_bytes:
             raise RuntimeError(f"{fetched} bytes crossed TCP for {num_tokens} tokens ({way}): some were computed twice")
         assert output.stages is not None
-        return Remote(ttft_s, output.stages.transfer_wait_s, fetched)
+        return Remote(ttft_s, output.stages.transfer_wait_s, cpu_s, fetched)
 
     def _fetched(self) -> int:
         stats = self._taker.peers.stats
@@ -241,31 +246,33 @@ async def measure(
         for way in WAYS:
             await both.remote(128, way)
         for num_tokens in lengths:
-            locals_s: list[float] = []
+            alone: list[tuple[float, float]] = []
             remotes: dict[str, list[Remote]] = {way: [] for way in WAYS}
             for _ in range(rounds):
-                locals_s.append(await both.local(num_tokens))
+                alone.append(await both.local(num_tokens))
                 for way, found in remotes.items():
                     found.append(await both.remote(num_tokens, way))
             for way, found in remotes.items():
                 yield Point(
                     num_tokens=num_tokens,
                     way=way,
-                    local_s=statistics.median(locals_s),
+                    local_s=statistics.median(ttft_s for ttft_s, _ in alone),
                     ttft_s=statistics.median(one.ttft_s for one in found),
-                    ratio=statistics.median(one.ttft_s / local for one, local in zip(found, locals_s, strict=True)),
+                    ratio=statistics.median(one.ttft_s / s for one, (s, _) in zip(found, alone, strict=True)),
                     unhidden=statistics.median(one.waited_s / one.ttft_s for one in found),
                     waited_s=statistics.median(one.waited_s for one in found),
+                    cpu_ratio=statistics.median(one.cpu_s / s for one, (_, s) in zip(found, alone, strict=True)),
                     fetched_bytes=found[-1].fetched_bytes,
                 )
 
 
 async def _print(lengths: Sequence[int], rounds: int, num_threads: int | None) -> None:
-    print("tokens  way                     local     TTFT  ratio   waited  of TTFT  fetched")
+    print("tokens  way                     local     TTFT  ratio   CPU   waited  of TTFT  fetched")
     async for one in measure(lengths, rounds, num_threads=num_threads):
         print(
-            f"{one.num_tokens:6}  {one.way:<21} {one.local_s:6.2f} s {one.ttft_s:6.2f} s  {one.ratio:5.2f} "
-            f"{1000 * one.waited_s:5.0f} ms  {100 * one.unhidden:5.1f} % {one.fetched_bytes / 1e6:5.1f} MB",
+            f"{one.num_tokens:6}  {one.way:<21} {one.local_s:6.2f} s {one.ttft_s:6.2f} s  "
+            f"{one.ratio:5.2f} {one.cpu_ratio:5.2f} {1000 * one.waited_s:5.0f} ms  {100 * one.unhidden:5.1f} % "
+            f"{one.fetched_bytes / 1e6:5.1f} MB",
             flush=True,
         )
 

@@ -59,7 +59,7 @@ async def wait_for_peers(session: aiohttp.ClientSession, url: str) -> None:
 
 def run(*serve_args: str, second_host: str | None = "127.0.0.2") -> Figures:
     """Nodes, cluster, request. On each node is room for one replica: the first one has a CPU more, for the router."""
-    room = ("--set", "replicas.num_cpus_per_replica=2", "--set", "disaggregation.decision=always")
+    room = ("--set", "num_cpus_per_replica=2", "--set", "disaggregation.decision=always")
     with tempfile.TemporaryDirectory() as folder, two_nodes(3, second_host) as nodes:
         roles = ("--prefill", "1", "--decode", "1")
         server = servers.shoal(Path(folder), *roles, *room, *serve_args, env=nodes.env)

@@ -4,6 +4,7 @@ middle of requests costs no client anything.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import signal
@@ -16,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from examples import prefill_decode, prefill_decode_nodes
 from replica.fake_runner import expected_output
 from tests.cluster.shoal_process import ROOT, ShoalProcess, wait_until
 
@@ -96,9 +98,18 @@ def test_whoever_is_killed_answers_are_whole() -> None:
         check_decode_loads(shoal)
         ask(shoal, 0, 3)
         assert [one["prefix_cache_queries"] for one in counters(shoal, "prefill").values()] == [301]
+        turns = asyncio.run(prefill_decode.measure(shoal.url, MODEL, (64, 136)))
+        assert [(t.is_remote, t.num_loaded, t.error) for t in turns] == [(True, 4, ""), (True, 8, "")], "the example"
         kill_one(shoal, "Prefill", "prefill", 1)
         kill_one(shoal, "Decode", "decode", 2)
         assert shoal.stop() == 0
+
+
+def test_two_nodes_of_the_example_give_each_other_a_prompt_over_tcp() -> None:
+    """It raises if no bytes crossed."""
+    found = prefill_decode_nodes.run("--runner", "fake")
+    assert found.num_loaded == 64
+    assert found.remote_bytes > 0
 
 
 def asked() -> Sequence[dict[str, Any]]:
