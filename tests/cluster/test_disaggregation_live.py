@@ -109,7 +109,9 @@ def test_two_nodes_of_the_example_give_each_other_a_prompt_over_tcp() -> None:
     """It raises if no bytes crossed."""
     found = prefill_decode_nodes.run("--runner", "fake")
     assert found.num_loaded == 64
-    assert found.remote_bytes > 0
+    assert len(set(found.hosts.values())) == 2, found.hosts
+    # of the fake runner: 128 bytes a block; each once
+    assert found.remote_bytes == 64 * 128
 
 
 def asked() -> Sequence[dict[str, Any]]:
