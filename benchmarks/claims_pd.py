@@ -1,11 +1,11 @@
-"""Claims of prefill/decode disaggregation: the decision for each request, and what goes wrong at each step."""
+"""Claims of prefill/decode disaggregation: the decision for each request, the transfer, what goes wrong at each step."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from benchmarks import kv_kills, pd_decision, pd_faults
+from benchmarks import kv_kills, pd_decision, pd_faults, pd_transfer
 from benchmarks.claims import Measured, Skip, claim
 from replica.arena_map import HAS_ARENAS
 
@@ -36,3 +36,22 @@ def kills(full: bool) -> Iterator[tuple[str, Measured]]:
     yield "wrong", Measured(len(found.wrong) + len(found.errors), "streams", 0, note=str(found))
     yield "left", Measured(len(found.left) + found.most_stranded, "things", 0)
     yield "missed", Measured(len(found.missed), "faults", 0)
+
+
+@claim("pd.transfer")
+def transfer(full: bool) -> Iterator[tuple[str, Measured]]:
+    """TTFT of remote over local prefill, and what of the transfer is not hidden, on loopback and on 1 Gbit/s."""
+    lengths, rounds = (pd_transfer.LENGTHS, 3) if full else ((128, 512, 2048), 1)
+    for one in asyncio.run(_points(lengths, rounds)):
+        way = one.way.replace("1 Gbit/s", "gbit").replace(", no overlap", "_at_the_end")
+        note = f"local {one.local_s:.2f} s, remote {one.ttft_s:.2f} s; CPU {one.cpu_ratio:.2f} x local"
+        if one.way == "loopback":
+            yield f"{one.num_tokens}.remote", Measured(one.ratio, "x local TTFT", note=note)
+        # of what the issue bounds, only a transfer that flows: how much that saves is told beside it
+        bound = 0.1 if one.way == "1 Gbit/s" and one.num_tokens >= 2048 else None
+        note = f"{1000 * one.waited_s:.0f} ms after the first token, {one.fetched_bytes / 1e6:.0f} MB"
+        yield f"{one.num_tokens}.{way}", Measured(one.unhidden, "of TTFT not hidden", bound, note=note)
+
+
+async def _points(lengths: Sequence[int], rounds: int) -> list[pd_transfer.Point]:
+    return [one async for one in pd_transfer.measure(lengths, rounds)]

@@ -16,7 +16,9 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -99,11 +101,11 @@ def free_port() -> int:
             return port
 
 
-def shoal(log_dir: Path, *args: str) -> Server:
-    """Our cluster with the default model; `args` as for `shoal serve`."""
+def shoal(log_dir: Path, *args: str, env: Mapping[str, str] = MappingProxyType({})) -> Server:
+    """Our cluster with the default model; `args` as for `shoal serve`. `env`: beside what we have."""
     port = free_port()
     command = [sys.executable, "-m", "cluster.cli", "serve", "--port", str(port), *args]
-    return Server("shoal", command, dict(os.environ), port, "smollm2-135m-instruct", log_dir / "shoal.log")
+    return Server("shoal", command, {**os.environ, **env}, port, "smollm2-135m-instruct", log_dir / "shoal.log")
 
 
 def vllm(log_dir: Path, *args: str) -> Server | None:

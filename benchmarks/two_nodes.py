@@ -21,7 +21,8 @@ from ray.core.generated import autoscaler_pb2
 
 small = {"include_dashboard": False, "object_store_memory": 100 << 20}
 nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": int(sys.argv[1]), **small})
-second = nodes.add_node(num_cpus=2, object_store_memory=100 << 20)
+host = {"node_ip_address": sys.argv[2]} if sys.argv[2] else {}
+second = nodes.add_node(num_cpus=2, object_store_memory=100 << 20, **host)
 print(nodes.address, second.node_id, flush=True)
 for line in sys.stdin:
     if line == "term\\n":
@@ -66,10 +67,10 @@ class TwoNodes(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def two_nodes(first_cpus: int) -> Iterator[TwoNodes]:
-    """`first_cpus`: of the first node."""
+def two_nodes(first_cpus: int, second_host: str | None = None) -> Iterator[TwoNodes]:
+    """`first_cpus`: of the first node. `second_host`: a loopback address of its own for the second one."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _NODES, str(first_cpus)],
+        [sys.executable, "-c", _NODES, str(first_cpus), second_host or ""],
         env={**os.environ, **ENV},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

@@ -4,7 +4,9 @@ middle of requests costs no client anything.
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from examples import prefill_decode, prefill_decode_nodes
 from replica.fake_runner import expected_output
 from tests.cluster.shoal_process import ROOT, ShoalProcess, wait_until
 
@@ -42,6 +45,40 @@ def ask(shoal: ShoalProcess, number: int, num_tokens: int) -> None:
     assert answer["choices"][0]["token_ids"] == expected
 
 
+def wait_connected(shoal: ShoalProcess) -> None:
+    """Replicas can store and load: until then D computes."""
+
+    def is_connected() -> bool:
+        return all(one["kv_connected"] == 1 for role in ("prefill", "decode") for one in counters(shoal, role).values())
+
+    wait_until(is_connected, 60, "all are connected to their connector")
+
+
+def num_stepped_tokens(shoal: ShoalProcess) -> dict[str, int]:
+    """Tokens of all steps, prompt and decode, by replica id."""
+    text = httpx.get(f"{shoal.url}/metrics", timeout=10).text
+    found = re.findall(r'^vllm:iteration_tokens_total_sum\{[^}]*engine="([^"]+)"[^}]*\} (\S+)$', text, re.MULTILINE)
+    return {name: int(float(value)) for name, value in found}
+
+
+def check_decode_loads(shoal: ShoalProcess) -> None:
+    """A prompt of 200 tokens: one D loads its twelve full blocks, and computes the eight tokens behind them and the two
+    output tokens that are not the last.
+    """
+    wait_connected(shoal)
+    told = counters(shoal, "decode")
+    before, loaded = num_stepped_tokens(shoal), sum(one["kv_blocks_loaded"] for one in told.values())
+    post(shoal, prompt=list(range(1000, 1200)), max_tokens=3, temperature=0, ignore_eos=True)
+
+    def figures() -> tuple[float, int]:
+        blocks = sum(one["kv_blocks_loaded"] for one in counters(shoal, "decode").values())
+        stepped = num_stepped_tokens(shoal)
+        return blocks - loaded, sum(stepped[name] - before.get(name, 0) for name in told)
+
+    wait_until(lambda: figures()[0] == 12 and figures()[1] >= 10, 10, "D has loaded all and told of it")
+    assert figures() == (12, 10)
+
+
 def kill_one(shoal: ShoalProcess, deployment: str, role: str, count: int) -> None:
     """In the middle of requests, which all get their answers; another one takes its place."""
     before = counters(shoal, role).keys()
@@ -58,11 +95,23 @@ def kill_one(shoal: ShoalProcess, deployment: str, role: str, count: int) -> Non
 def test_whoever_is_killed_answers_are_whole() -> None:
     with ShoalProcess("--prefill", "1", "--decode", "2", *ALWAYS) as shoal:
         wait_until(lambda: len(counters(shoal, "prefill")) == 1 and len(counters(shoal, "decode")) == 2, 30, "all up")
+        check_decode_loads(shoal)
         ask(shoal, 0, 3)
-        assert [one["prefix_cache_queries"] for one in counters(shoal, "prefill").values()] == [101]
+        assert [one["prefix_cache_queries"] for one in counters(shoal, "prefill").values()] == [301]
+        turns = asyncio.run(prefill_decode.measure(shoal.url, MODEL, (64, 136)))
+        assert [(t.is_remote, t.num_loaded, t.error) for t in turns] == [(True, 4, ""), (True, 8, "")], "the example"
         kill_one(shoal, "Prefill", "prefill", 1)
         kill_one(shoal, "Decode", "decode", 2)
         assert shoal.stop() == 0
+
+
+def test_two_nodes_of_the_example_give_each_other_a_prompt_over_tcp() -> None:
+    """It raises if no bytes crossed."""
+    found = prefill_decode_nodes.run("--runner", "fake")
+    assert found.num_loaded == 64
+    assert len(set(found.hosts.values())) == 2, found.hosts
+    # of the fake runner: 128 bytes a block; each once
+    assert found.remote_bytes == 64 * 128
 
 
 def asked() -> Sequence[dict[str, Any]]:
@@ -86,6 +135,7 @@ def test_a_real_model_says_the_same_with_one_replica_and_with_two() -> None:
     """One cluster: who computes the prompt is a live knob."""
     with ShoalProcess("--prefill", "1", "--decode", "1", *ALWAYS, fake=False) as shoal:
         wait_until(lambda: len(counters(shoal, "prefill")) == len(counters(shoal, "decode")) == 1, 30, "both up")
+        check_decode_loads(shoal)
         of_two = answers_of(shoal, "two")
         (prefill,) = counters(shoal, "prefill").values()
         assert prefill["prefix_cache_queries"] > 0
