@@ -1,4 +1,4 @@
-"""Claims of prefill/decode disaggregation: the decision for each request, the transfer, what goes wrong at each step."""
+"""Claims of prefill/decode disaggregation: the decision for each request, the transfer, faults at each step."""
 
 from __future__ import annotations
 
