@@ -19,7 +19,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from replica.cache_folder import cache_folder
 from replica.errors import ModelLoadError
+from replica.file_digest import file_digest
 from replica.safetensors_header import TensorPlace, read_header
 from replica.weight_files import weight_files
 
@@ -149,19 +151,13 @@ class Checkpoint:
         return tensor
 
     def digest(self) -> str:
-        """Hex digest of the weight files: sizes and 256 evenly spaced 64 KiB samples of each.
-
-        A full hash of a large model would cost more than loading it; any training step changes every sample.
-        """
-        sample, count = 1 << 16, 256
+        """Hex digest of all bytes of the weight files, and of their names."""
         digest = hashlib.sha256()
         for path in self._paths:
-            size = path.stat().st_size
-            digest.update(f"{path.name} {size}\0".encode())
-            with path.open("rb") as file:
-                for i in range(count):
-                    file.seek(max(0, size - sample) * i // (count - 1))
-                    digest.update(file.read(sample))
+            try:
+                digest.update(f"{path.name} {file_digest(path, cache_folder() / 'digests')}\0".encode())
+            except OSError as error:
+                raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
         return digest.hexdigest()
 
     def _file(self, name: str) -> _File:

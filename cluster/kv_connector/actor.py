@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
 from cluster.cluster_token import token_for
 from cluster.kv_connector.config import KVCacheConfig
@@ -44,6 +44,8 @@ class Door(msgspec.Struct, frozen=True):
 
     socket_name: str = ""
     problem: str = ""
+    #: what works, but not as it was asked for
+    warning: str = ""
 
 
 class KVConnector:
@@ -85,7 +87,7 @@ class KVConnector:
                     logger.error("%s", error)
                     return Door(problem=str(error))
                 self._of = wanted
-            return Door(self._open.socket_name)
+            return Door(self._open.socket_name, warning=self._open.disk_shortage)
 
     async def address(self) -> PeerAddress | None:
         """Where connectors of other nodes come."""
@@ -145,13 +147,16 @@ def find_connector(
         try:
             actor = await asyncio.to_thread(start)
             door: Door = await actor.door.remote(space, dict(config))
-        except RayError as error:
+        except RayTaskError as error:  # it raised: a mistake of ours, or a machine that does what nobody foresaw
+            door = Door(problem=f"the KV connector failed: {error.cause!r}")
+        except RayError as error:  # it has ended, and starts again
             raise ConnectionError(f"the KV connector does not answer: {type(error).__name__}") from None
+        for said, what in ((door.problem, "serves without KV tiers"), (door.warning, "KV tiers")):
+            if said and said not in problems:  # once: it is asked every two seconds
+                problems.add(said)
+                logger.error("%s: %s", what, said)
+                tell(f"{what}: {said}")
         if door.problem:
-            if door.problem not in problems:  # once: it is asked every two seconds
-                problems.add(door.problem)
-                logger.error("there is no KV tier: %s", door.problem)
-                tell(f"serves without KV tiers: {door.problem}")
             raise ConnectionError(door.problem)
         return door.socket_name
 

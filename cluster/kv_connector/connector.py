@@ -77,6 +77,8 @@ class Connector:
         self.disk = disk
         #: why it cannot go on: memory ran out while the arena was filled
         self.failure: ConfigError | None = None
+        #: why there is no disk, or less than was asked for
+        self.disk_shortage = ""
         records = () if disk is None else (_record(e) for e in disk.entries())
         self.core = ConnectorCore(
             config,
@@ -122,13 +124,20 @@ class Connector:
         looked up. Raises ConfigError if the arena cannot be had. Without its disk it goes on, and says so.
         """
         arena = Arena(num_slots(config.host_tier_gib, round_slot(space.block_bytes)), space.block_bytes, available)
-        disk = None
+        disk, shortage = None, ""
         if config.disk_tier_gib and disk_folder is not None:
             try:
                 disk = await DiskTier.open(disk_folder, space, space.block_bytes, int(config.disk_tier_gib * GIB))
-            except ConfigError as error:
-                logger.error("there is no disk tier: %s", error)
-        return cls(config, space, identity, arena, disk, clock, name)
+                shortage = disk.shortage
+            except (ConfigError, OSError) as error:
+                shortage = f"there is no disk tier: {error}"
+                logger.error("%s", shortage)
+            except BaseException:
+                await arena.close()
+                raise
+        opened = cls(config, space, identity, arena, disk, clock, name)
+        opened.disk_shortage = shortage
+        return opened
 
     @property
     def socket_name(self) -> str:

@@ -32,6 +32,8 @@ from replica.kv_messages import KVSpace
 
 #: of one file: what a damaged one takes along, and the step in which a disk that is full makes the tier smaller
 FILE_BYTES = 256 << 20
+#: of the file system, whichever is less, is left to others
+SPARE_BYTES, SPARE_SHARE = 1 << 30, 0.05
 #: reads and writes at a time: two keep a disk busy, the others wait for its answers
 NUM_THREADS = 4
 #: at most so many bytes in one call
@@ -86,7 +88,14 @@ class DiskTier:
         #: turn and hash of what is being written, by slot: a write that was overtaken is not entered
         self._writing: dict[int, tuple[int, bytes]] = {}
         self._turns = itertools.count()
-        self._journal = DiskJournal(folder.path / "index")
+        #: why there are fewer slots than were asked for; empty: there are as many
+        self.shortage = ""
+        try:
+            self._journal = DiskJournal(folder.path / "index")
+        except OSError as error:
+            raise ConfigError(
+                f"kv_cache.disk_folder: the index in {folder.path} cannot be written: {error.strerror or error}"
+            ) from None
         self.num_slots = self._allocate(num_slots)
         for entry in list(self._journal.entries.values()):
             if entry.slot >= self.num_slots or entry.num_bytes > self.slab_bytes:
@@ -238,10 +247,11 @@ class DiskTier:
             reason = problem or f"one block takes {self._slot_bytes} bytes"
             raise ConfigError(f"kv_cache.disk_tier_gib: no disk tier in {self.path}: {reason}; give less or free space")
         if problem:
-            logger.warning(
-                "kv_cache.disk_tier_gib: %.2f GiB are asked for, %.2f are used: %s",
-                num_slots * self._slot_bytes / _GIB, wanted * self._slot_bytes / _GIB, problem,
-            )  # fmt: skip
+            asked_gib, used_gib = num_slots * self._slot_bytes / _GIB, wanted * self._slot_bytes / _GIB
+            self.shortage = (
+                f"kv_cache.disk_tier_gib: {asked_gib:.2f} GiB are asked for, {used_gib:.2f} are used: {problem}"
+            )
+            logger.warning("%s", self.shortage)
         return wanted
 
     def _open_file(self, path: Path, size: int) -> tuple[int | None, str]:
@@ -261,6 +271,7 @@ class DiskTier:
             return None, f"{path.name}: {error.strerror or error}"
         size_before = os.fstat(file).st_size
         try:
+            _check_room(file, size - size_before)
             os.posix_fallocate(file, 0, size)
             if size_before > size:
                 os.ftruncate(file, size)
@@ -368,6 +379,15 @@ class DiskTier:
         if is_written:  # dirty pages cannot be dropped
             os.fdatasync(file)
         os.posix_fadvise(file, offset, length, os.POSIX_FADV_DONTNEED)
+
+
+def _check_room(file: int, num_bytes: int) -> None:
+    """Others need the file system too: logs, and who runs the machine. Raises OSError."""
+    found = os.statvfs(file)
+    free, spare = found.f_bavail * found.f_frsize, int(min(SPARE_BYTES, SPARE_SHARE * found.f_blocks * found.f_frsize))
+    if num_bytes > max(0, free - spare):
+        text = f"{free / _GIB:.2f} GiB of the file system are free, and {spare / _GIB:.2f} of them stay free"
+        raise OSError(errno.ENOSPC, text)
 
 
 def _aligned(memory: memoryview, length: int, is_filled: bool = True) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from replica import checkpoint
 from replica.checkpoint import Checkpoint
 from replica.errors import ModelLoadError
+from replica.file_digest import file_digest
 
 TENSORS = {
     "rows": torch.arange(40 * 7).reshape(40, 7).bfloat16(),
@@ -248,6 +250,42 @@ def test_pickles_are_refused_with_a_way_out(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"\x80\x02}q\x00.")
     with pytest.raises(ModelLoadError, match=rf"pickle only \({name}\).*save_pretrained"):
         Checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("at", [0, 1, 70_000_001, 150_000_000 - 1])
+def test_any_byte_of_a_file_changes_its_hash(at: int, tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    with path.open("wb") as file:
+        file.truncate(150_000_000)  # a hole: three pieces
+    before = file_digest(path, tmp_path / "kept")
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"x")
+    assert file_digest(path, tmp_path / "kept") != before
+
+
+def test_a_hash_is_kept_until_the_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, kept = tmp_path / "weights", tmp_path / "kept"
+    path.write_bytes(b"some weights")
+    monkeypatch.setattr("replica.file_digest._PIECE_BYTES", 4)
+    first = file_digest(path, kept)
+    reads: list[Path] = []
+
+    def digest(path: Path, size: int) -> str:
+        reads.append(path)
+        return "other"
+
+    monkeypatch.setattr("replica.file_digest._digest", digest)
+    assert file_digest(path, kept) == "other", "a file that has just changed is not believed"
+    (record,) = kept.glob("*.json")
+    record.write_bytes(record.read_bytes().replace(b"other", first.encode()))
+    os.utime(record, (path.stat().st_mtime + 60,) * 2)
+    assert file_digest(path, kept) == first
+    os.utime(path, (1, 1))  # as `touch -d` and rsync do
+    assert file_digest(path, kept) == "other"
+    record.write_bytes(b"{")
+    assert file_digest(path, kept) == "other"
+    assert len(reads) == 3
 
 
 def test_the_digest_follows_the_weights(tmp_path: Path) -> None:

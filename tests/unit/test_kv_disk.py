@@ -19,12 +19,14 @@ import pytest
 import xxhash
 
 from cluster.kv_connector import disk_journal, disk_tier
+from cluster.kv_connector.config import KVCacheConfig
+from cluster.kv_connector.connector import Connector
 from cluster.kv_connector.disk_folder import SpaceFolder, space_name
 from cluster.kv_connector.disk_tier import DiskItem, DiskTier
 from replica.arena_map import HAS_ARENAS
 from replica.block_hash import chain_hashes, root_hash
 from replica.errors import ConfigError
-from replica.kv_messages import KVSpace
+from replica.kv_messages import KVPeer, KVSpace
 
 pytestmark = [
     pytest.mark.anyio,
@@ -431,6 +433,44 @@ async def test_a_full_disk_makes_the_tier_smaller(
     left = 0
     with pytest.raises(ConfigError, match=r"disk_tier_gib.*No space left"):
         await opened(tmp_path / "other")
+
+
+async def test_others_keep_some_room_on_the_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_tier, "FILE_BYTES", 4 * SLAB)
+    real = os.statvfs(tmp_path)
+
+    def room(num_slabs: int) -> None:
+        blocks = num_slabs * SLAB // real.f_frsize
+        monkeypatch.setattr(disk_tier, "SPARE_BYTES", max(0, (real.f_bavail - blocks) * real.f_frsize))
+
+    monkeypatch.setattr(disk_tier, "SPARE_SHARE", 1.0)
+    monkeypatch.setattr("os.statvfs", lambda _: real)  # what others do meanwhile is not this test's
+    room(4)
+    tier = await opened(tmp_path, num_slots=8)
+    assert tier.num_slots == 8, "each file fits: what was taken shows in the real one"
+    await tier.close()
+    room(2)
+    tier = await opened(tmp_path / "other", num_slots=8)
+    assert tier.num_slots == 2
+    assert "stay free" in tier.shortage
+    await tier.close()
+
+
+async def test_an_index_that_cannot_be_written_costs_the_disk_and_not_the_memory(tmp_path: Path) -> None:
+    tier = await opened(tmp_path)
+    index = tier.path / "index"
+    await tier.close()
+    index.unlink()
+    index.mkdir()
+    with pytest.raises(ConfigError, match=r"kv_cache\.disk_folder: the index in .* cannot be written: Is a directory"):
+        await opened(tmp_path)
+    config = KVCacheConfig(host_tier_gib=0.01, disk_tier_gib=0.01)
+    before = len(os.listdir("/proc/self/fd"))
+    connector = await Connector.open(config, SPACE, KVPeer("n", "1"), tmp_path, name="shoal-test-index")
+    assert connector.disk is None
+    assert "the index" in connector.disk_shortage
+    await connector.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 async def test_a_write_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
