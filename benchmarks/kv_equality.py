@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from benchmarks.equality import Item, Trace, Way, differences, make_items
+from benchmarks.kv_engines import Door, counters, engine, forget, node, num_known, submit, until
 from cluster import model_store
 from cluster.kv_connector.connector import Connector
 from replica.arena_client import open_arena
@@ -31,7 +32,6 @@ from replica.kv_messages import KVSpace, KVTier
 from replica.messages import PreemptionCause
 from replica.model_runner import TorchModelRunner
 from replica.step import RunnerInfo, StepPlan, StepResult
-from tests.cluster.kv_cluster import Door, counters, engine, forget, node, num_known, submit, until
 
 TOKEN = b"t" * 32
 

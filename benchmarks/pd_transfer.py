@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.kv_engines import engine, node
 from cluster import model_store
 from cluster.kv_connector.connector import Connector
 from cluster.kv_connector.tcp_wire import LinkBudget
@@ -49,7 +50,6 @@ from replica.messages import (
 )
 from replica.model_runner import TorchModelRunner
 from replica.router_link import RouterLink
-from tests.cluster.kv_cluster import engine, node
 
 LENGTHS = (128, 512, 2048, 6000)
 TOKEN = b"t" * 32

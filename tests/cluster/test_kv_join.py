@@ -11,12 +11,7 @@ from typing import Any
 
 import pytest
 
-from replica.engine import Engine
-from replica.kv_events import KV_LAYOUT
-from replica.kv_messages import KVSpace, KVTier
-from replica.messages import ReplicaId, ResetPrefixCache, RouterId, StepOutput, decode_up
-from router.kv_tiers import KVTiers
-from tests.cluster.kv_cluster import (
+from benchmarks.kv_engines import (
     SPACE,
     Door,
     ask,
@@ -30,6 +25,11 @@ from tests.cluster.kv_cluster import (
     submit,
     until,
 )
+from replica.engine import Engine
+from replica.kv_events import KV_LAYOUT
+from replica.kv_messages import KVSpace, KVTier
+from replica.messages import ReplicaId, ResetPrefixCache, RouterId, StepOutput, decode_up
+from router.kv_tiers import KVTiers
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(100, 170))
@@ -318,7 +318,7 @@ async def test_f_09_the_same_setting_finds_what_is_on_disk_and_another_block_siz
 
 FILL = """
 import asyncio, pathlib, sys
-from tests.cluster.kv_cluster import ask, engine, node, until
+from benchmarks.kv_engines import ask, engine, node, until
 async def main():
     async with node(folder=pathlib.Path(sys.argv[1]), num_disk_slots=64) as one, engine(one, "a") as first:
         await ask(first, list(range(100, 170)))

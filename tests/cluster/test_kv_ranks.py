@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.kv_engines import ask, counters, engine, forget, node, num_known, submit, until
 from benchmarks.rank_processes import Processes
 from cluster.kv_connector.connector import Connector
 from replica.arena_client import open_arena
@@ -22,7 +23,6 @@ from replica.kv_events import KV_LAYOUT
 from replica.kv_messages import KVSpace, KVTier
 from replica.rank_group import RankGroup
 from replica.runner_process import RunnerProcess
-from tests.cluster.kv_cluster import ask, counters, engine, forget, node, num_known, submit, until
 
 pytestmark = pytest.mark.anyio
 PROMPT = list(range(100, 300))

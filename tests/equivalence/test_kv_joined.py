@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.equality import Way, differences, make_items
+from benchmarks.kv_engines import node, num_known, until
 from benchmarks.kv_equality import WAYS, Bench
-from tests.cluster.kv_cluster import node, num_known, until
 from tests.equivalence.runner_driver import make_config, write_tiny_model
 
 pytestmark = [

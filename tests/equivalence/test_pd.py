@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import kv_equality
 from benchmarks.equality import Item, Trace, Way, differences, make_items, make_ruled_items
+from benchmarks.kv_engines import Door, node, until
 from replica.kv_messages import ArenaPlace, KVSpace
 from replica.messages import (
     Continue,
@@ -31,7 +32,6 @@ from replica.messages import (
 )
 from replica.model_runner import TorchModelRunner
 from replica.step import Arena, OpenArena, StepPlan, StepResult
-from tests.cluster.kv_cluster import Door, node, until
 from tests.equivalence.runner_driver import make_config, write_tiny_model
 from tests.unit.pd_world import PDPair, PDReplica
 
