@@ -21,6 +21,7 @@ TARGETS = {
 }
 
 
+@pytest.mark.long
 def test_one_three_one_under_streams(capsys: pytest.CaptureFixture[str]) -> None:
     knobs = [part for key, value in TARGETS.items() for part in ("--set", f"{key}={value}")]
     with ShoalProcess(*knobs) as shoal:

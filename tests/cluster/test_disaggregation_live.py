@@ -105,6 +105,7 @@ def test_whoever_is_killed_answers_are_whole() -> None:
         assert shoal.stop() == 0
 
 
+@pytest.mark.long
 def test_two_nodes_of_the_example_give_each_other_a_prompt_over_tcp() -> None:
     """It raises if no bytes crossed."""
     found = prefill_decode_nodes.run("--runner", "fake")
@@ -131,6 +132,7 @@ def answers_of(shoal: ShoalProcess, salt: str) -> list[Any]:
     return [post(shoal, **body, cache_salt=salt)["choices"] for body in asked()]
 
 
+@pytest.mark.long
 def test_a_real_model_says_the_same_with_one_replica_and_with_two() -> None:
     """One cluster: who computes the prompt is a live knob."""
     with ShoalProcess("--prefill", "1", "--decode", "1", *ALWAYS, fake=False) as shoal:

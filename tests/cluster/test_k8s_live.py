@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import k8s_live
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.long]
 
 
 def test_a_drain_and_an_edit_break_no_stream() -> None:

@@ -10,7 +10,7 @@ from benchmarks.kv_faults import SHORT
 from benchmarks.kv_kills import run
 from benchmarks.kv_live import SHAPES
 
-pytestmark = [pytest.mark.anyio, pytest.mark.cluster, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.cluster, pytest.mark.slow, pytest.mark.long]
 
 
 async def test_every_request_ends_right_and_nothing_is_left() -> None:

@@ -83,6 +83,7 @@ def _state(shoal: ShoalProcess) -> str:
     return str(shoal.status()["replicas"][0]["state"])
 
 
+@pytest.mark.long
 @pytest.mark.model
 def test_three_ranks_of_the_real_model_survive_a_loss() -> None:
     """A rank dies while its peers wait for it inside a collective."""
