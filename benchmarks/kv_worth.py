@@ -66,10 +66,6 @@ RECOMPUTE, HOST = Mode("recompute"), Mode("host tier", 1.0)
 #: memory for what is on its way only: a wave leases up to 280 blocks of 360 KiB, and half of the arena may be leased
 DISK = Mode("disk tier", 0.2, 2.0)
 SECOND, INT8 = Mode("second_use", 1.0, admission="second_use"), Mode("int8", 1.0, offload_dtype="int8")
-#: of 16 conversations of 3 turns, 575 blocks: memory has 349 slots, a wave leases 160
-SHORT_DISK = Mode("disk tier", 0.12, 2.0)
-#: the same growth in a turn, and fewer steps
-SHORT_OWN = (110, 60)
 
 
 class Worth(msgspec.Struct, frozen=True):
@@ -163,10 +159,8 @@ async def conversations(
     num: int = 20,
     num_turns: int = 5,
     num_blocks: int = NUM_BLOCKS,
-    own: tuple[int, int] = (QUESTION, ANSWER),
 ) -> Worth:
-    """All of them, turn after turn. `own`: tokens of a question and of an answer."""
-    question, num_answer = own
+    """All of them, turn after turn."""
     rng = random.Random(1)
     opening = [rng.randrange(1000, 40000) for _ in range(OPENING)]
     said = [list(opening) for _ in range(num)]
@@ -176,8 +170,8 @@ async def conversations(
             for start in range(0, num, WAVE):
                 wave = range(start, min(start + WAVE, num))
                 for one in wave:
-                    said[one] += [rng.randrange(1000, 40000) for _ in range(question)]
-                answers = await asyncio.gather(*(client.ask(said[one], num_answer) for one in wave))
+                    said[one] += [rng.randrange(1000, 40000) for _ in range(QUESTION)]
+                answers = await asyncio.gather(*(client.ask(said[one], ANSWER) for one in wave))
                 for one, (first_s, answer) in zip(wave, answers, strict=True):
                     said[one] += answer
                     if turn:
