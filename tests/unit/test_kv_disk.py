@@ -466,7 +466,7 @@ async def test_an_index_that_cannot_be_written_costs_the_disk_and_not_the_memory
         await opened(tmp_path)
     config = KVCacheConfig(host_tier_gib=0.01, disk_tier_gib=0.01)
     before = len(os.listdir("/proc/self/fd"))
-    connector = await Connector.open(config, SPACE, KVPeer("n", "1"), tmp_path, name="shoal-test-index")
+    connector = await Connector.open(config, SPACE, KVPeer("n", "1"), tmp_path)
     assert connector.disk is None
     assert "the index" in connector.disk_shortage
     await connector.close()
